@@ -1,0 +1,84 @@
+"""Kernel configurations per architecture, and the rule that picks one.
+
+This module is plain Python: the build reads it to know what to compile, the lowering to know what to call.
+"""
+
+import dataclasses
+import itertools
+
+D_DTYPES = ("bfloat16", "float16", "float32")
+B_MAJORS = ("k", "n")
+WEIGHTS = ("dense", "pointers")  # a tuple of arrays uses the "pointers" kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What one CTA computes, and how CTAs are clustered.
+
+    m, n: rows and columns of D per CTA; k: contraction per pipeline stage.
+    cluster_m, cluster_n: CTAs of a cluster along rows and columns, which share operands by multicast.
+    two_cta: SM100 only, the pair of CTAs along M executes one matrix instruction together.
+    """
+
+    m: int
+    n: int
+    k: int = 64
+    cluster_m: int = 1
+    cluster_n: int = 1
+    two_cta: bool = False
+
+    def __str__(self):
+        pair = "_pair" if self.two_cta else ""
+        return f"{self.m}x{self.n}x{self.k}_cluster{self.cluster_m}x{self.cluster_n}{pair}"
+
+
+TILES = {
+    90: (Tile(128, 256, cluster_m=2), Tile(128, 192, cluster_m=2), Tile(128, 128)),
+    100: (Tile(128, 256, cluster_m=2, two_cta=True), Tile(128, 256)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One compiled forward kernel: every field is a compile-time switch of the kernel.
+
+    scaled: multiplies by alpha and prob (either may be absent at run time).
+    """
+
+    arch: int
+    tile: Tile
+    b_major: str
+    weights: str
+    d_dtype: str
+    scaled: bool
+
+    @property
+    def name(self):
+        scale = "scaled" if self.scaled else "plain"
+        return f"sm{self.arch}_forward_{self.tile}_b{self.b_major}_{self.weights}_{self.d_dtype}_{scale}"
+
+
+def prologue_name(arch, source):
+    """Kernel that writes one tensor map per expert; source is "memory" or "value"."""
+    return f"sm{arch}_maps_{'from_memory' if source == 'memory' else 'by_value'}"
+
+
+def variants(arch):
+    """Every forward kernel compiled for an architecture."""
+    return [
+        Variant(arch, *fields)
+        for fields in itertools.product(TILES[arch], B_MAJORS, WEIGHTS, D_DTYPES, (False, True))
+    ]
+
+
+def select_tile(arch, l, m, n, k):
+    """The tile for a call, from static facts only: L experts, (M, K) rows, N columns."""
+    del k
+    wide, mid, small = (TILES[arch] + (TILES[arch][-1],))[:3]
+    if m < 64 * l:
+        return small
+
+    def padded(tile):
+        return -(-n // tile.n) * tile.n
+
+    return mid if padded(mid) < padded(wide) else wide
