@@ -1,0 +1,302 @@
+"""What a legal call is: shapes, dtypes, alignment, and every error text of the package.
+
+`ValueError`: the caller's mistake. `RuntimeError`: this machine or installation cannot. `NotImplementedError`: nobody
+can yet. Each names what was found, what was expected and the remedy.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_grouped_gemm import config
+
+ALIGNMENT = 8  # elements: the copy engine reads rows of whole 16-byte units
+SIZE_LIMIT = 2**31  # each extent is an int32 on the device; their products are 64-bit
+IMPLEMENTATIONS = (None, "cutedsl", "reference")
+
+
+class Operands(NamedTuple):
+    """A call's arrays by name; alpha and prob are None where absent, b is the tuple of weight operands."""
+
+    a: Any
+    offsets: Any
+    alpha: Any
+    prob: Any
+    b: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static facts of one grouped GEMM: (M, K) rows, L experts, N output columns.
+
+    weights: "dense" (one stacked array), "pointers" (L device addresses) or "tuple" (L arrays).
+    """
+
+    m: int
+    n: int
+    k: int
+    l: int
+    b_major: str
+    weights: str
+    d_dtype: str
+    has_alpha: bool
+    has_prob: bool
+    implementation: str | None
+
+    @property
+    def empty(self):
+        """The output has no elements, or each is an empty sum."""
+        return 0 in (self.m, self.n, self.k, self.l)
+
+    @property
+    def b_shape(self):
+        """Shape of the weights as one stacked array."""
+        return _stacked(self.l, self.n, self.k, self.b_major)
+
+    def split(self, operands):
+        """Names the flat operands of the primitive: a, offsets, alpha if any, prob if any, then the weights."""
+        a, offsets, *rest = operands
+        alpha = rest.pop(0) if self.has_alpha else None
+        prob = rest.pop(0) if self.has_prob else None
+        return Operands(a, offsets, alpha, prob, tuple(rest))
+
+
+def _stacked(l, n, k, b_major):
+    return (l, n, k) if b_major == "k" else (l, k, n)
+
+
+# --- what the caller passed -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of a call that are not arrays, unchecked."""
+
+    n: int | None
+    b_major: str
+    d_dtype: Any
+    implementation: str | None
+
+
+def exactly_one(**arguments):
+    """Of these arguments exactly one must be given."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if len(given) != 1:
+        names = " and ".join(arguments)
+        raise ValueError(f"exactly one of {names} must be given; got {' and '.join(given) or 'neither'}")
+
+
+def check_call(options, weights, operands):
+    """The `Call` that these operands make, or a ValueError. Sees shapes and dtypes, never values."""
+    a, offsets, alpha, prob, b = operands
+    _one_of("b_major", options.b_major, config.B_MAJORS)
+    _one_of("implementation", options.implementation, IMPLEMENTATIONS)
+    _rank("a", a, 2, "(M, K)")
+    _dtype("a", a, "bfloat16")
+    m, k = a.shape
+    d_dtype = _output_dtype(a.dtype if options.d_dtype is None else options.d_dtype)
+    l, n = _weights(options, weights, b, k)
+    _limits(m, n, k)
+    _alignment("K", "a.shape[1]", k)
+    _alignment("N", "the output columns", n)
+    _vector("offsets", offsets, "int32", l, "L", "one end per expert of the weights")
+    if alpha is not None:
+        _vector("alpha", alpha, "float32", l, "L", "one factor per expert of the weights")
+    if prob is not None:
+        _vector("prob", prob, "float32", m, "M", "one factor per row of a")
+    return Call(
+        m, n, k, l, options.b_major, weights, d_dtype, alpha is not None, prob is not None, options.implementation
+    )
+
+
+def _weights(options, weights, b, k):
+    check = {"dense": _dense_weights, "tuple": _tuple_weights, "pointers": _pointer_weights}[weights]
+    l, n = check(options, b, k)
+    if options.n is not None and options.n != n:
+        raise ValueError(f"n must be the output columns of b = {n}; got {options.n}; n is only needed with b_ptrs")
+    return l, n
+
+
+def _dense_weights(options, b, k):
+    (b,) = b
+    expected = "(L, N, K)" if options.b_major == "k" else "(L, K, N)"
+    found = b.shape[2 if options.b_major == "k" else 1] if b.ndim == 3 else None
+    if found != k:
+        hint = ""
+        other = "n" if options.b_major == "k" else "k"
+        if b.ndim == 3 and b.shape[2 if other == "k" else 1] == k:
+            hint = f'; pass b_major="{other}" if b is stored so'
+        raise ValueError(f"b must be {expected} with K = a.shape[1] = {k}; got {b.shape}{hint}")
+    _dtype("b", b, "bfloat16")
+    return b.shape[0], b.shape[1 if options.b_major == "k" else 2]
+
+
+def _tuple_weights(options, b, k):
+    if not b:
+        return 0, _given_n(options, "an empty tuple of weights")
+    expected = "(N, K)" if options.b_major == "k" else "(K, N)"
+    for i, w in enumerate(b):
+        if w.ndim != 2 or w.shape[1 if options.b_major == "k" else 0] != k:
+            raise ValueError(f"b[{i}] must be {expected} with K = a.shape[1] = {k}; got {w.shape}")
+        if w.shape != b[0].shape:
+            raise ValueError(f"b[{i}] must have the shape of b[0], {b[0].shape}; got {w.shape}; pad the weights")
+        _dtype(f"b[{i}]", w, "bfloat16")
+    return len(b), b[0].shape[0 if options.b_major == "k" else 1]
+
+
+def _pointer_weights(options, b, k):
+    (pointers,) = b
+    packed = pointers.dtype == np.uint8
+    if pointers.dtype not in (np.int64, np.uint8) or pointers.ndim != 1 or (packed and pointers.size % 8):
+        raise ValueError(
+            "b_ptrs must be (L,) int64 or, without jax_enable_x64, (8 L,) uint8 (the same bytes, little-endian); "
+            f"got {pointers.shape} {pointers.dtype}; a NumPy int64 array is converted for you"
+        )
+    return pointers.size // 8 if packed else pointers.size, _given_n(options, "b_ptrs")
+
+
+def _given_n(options, reason):
+    if options.n is None:
+        raise ValueError(f"n, the output columns, must be given with {reason}; got None; pass n=")
+    if not isinstance(options.n, (int, np.integer)) or options.n < 0:
+        raise ValueError(f"n must be a non-negative integer; got {options.n!r}")
+    return int(options.n)
+
+
+def _output_dtype(dtype):
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    _one_of("d_dtype", name, config.D_DTYPES)
+    return name
+
+
+def _one_of(name, value, allowed):
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def _rank(name, array, rank, shape):
+    if array.ndim != rank:
+        raise ValueError(f"{name} must be {shape}; got {array.shape}; reshape it to {rank} dimensions")
+
+
+def _dtype(name, array, expected):
+    if array.dtype != expected:
+        raise ValueError(f"{name} must be {expected}; got {array.dtype}; cast it, e.g. {name}.astype(jnp.{expected})")
+
+
+def _vector(name, array, dtype, size, symbol, meaning):
+    if array.shape != (size,):
+        raise ValueError(f"{name} must be ({symbol},) = ({size},), {meaning}; got {array.shape}")
+    _dtype(name, array, dtype)
+
+
+def _limits(m, n, k):
+    for name, size in (("M", m), ("N", n), ("K", k)):
+        if size >= SIZE_LIMIT:
+            raise ValueError(f"{name} must be less than 2^31; got {size}; split the call")
+
+
+def _alignment(name, what, size):
+    if size % ALIGNMENT:
+        padded = -(-size // ALIGNMENT) * ALIGNMENT
+        raise ValueError(
+            f"{name} ({what}) must be a multiple of {ALIGNMENT}; got {size}; pad it with zeros to {padded}"
+        )
+
+
+# --- values, where they can be seen -----------------------------------------------------------------------------------
+
+
+def check_offsets(offsets, m):
+    """Concrete ends of the groups: non-decreasing, within [0, M]."""
+    previous = 0
+    for g, end in enumerate(map(int, offsets)):
+        if not previous <= end <= m:
+            raise ValueError(
+                f"offsets must be non-decreasing ends of groups within [0, M = a.shape[0] = {m}]; "
+                f"got offsets[{g}] = {end} after {previous}; pass sizes as group_sizes="
+            )
+        previous = end
+
+
+def check_group_sizes(group_sizes, m):
+    """Concrete sizes of the groups: non-negative, at most M rows in all."""
+    total = 0
+    for g, size in enumerate(map(int, group_sizes)):
+        total += size
+        if size < 0 or total > m:
+            raise ValueError(
+                f"group_sizes must be non-negative with a sum of at most M = a.shape[0] = {m}; "
+                f"got group_sizes[{g}] = {size}, a sum of {total} so far; pass ends as offsets="
+            )
+
+
+# --- what the machine cannot ------------------------------------------------------------------------------------------
+
+
+def capabilities_text():
+    return "9.0 (Hopper) and 10.x (Blackwell)"
+
+
+def unsupported_capability(capabilities):
+    return f"kernels exist for compute capability {capabilities_text()}; found {', '.join(capabilities)}"
+
+
+def no_kernels(why):
+    return RuntimeError(
+        f'implementation="cutedsl" cannot run here: {why}; pass implementation="reference", or None to choose by platform'
+    )
+
+
+def kernels_unavailable(why):
+    return RuntimeError(
+        f'the GPU kernels cannot be used: {why}; pass implementation="reference" for plain JAX (slow on a GPU)'
+    )
+
+
+def not_built(path):
+    return f"{path.name} is not in {path.parent}: build it with `make build`, or install the wheel"
+
+
+def build_id_mismatch(library, manifest):
+    return (
+        f"the library was built as {library} but manifest.json describes {manifest}: they come from different builds; "
+        "run `make build` again or reinstall the package"
+    )
+
+
+def runtime_too_old(runtime, library):
+    return (
+        f"the installed jaxlib has XLA FFI API {runtime[0]}.{runtime[1]} but the library was built against "
+        f"{library[0]}.{library[1]}: upgrade jax and jaxlib, or build the library with this jaxlib (`make build`)"
+    )
+
+
+def load_failed(path, error):
+    return f"{path.name} could not be loaded: {error}; run `make build` again or reinstall the package"
+
+
+def registration_failed(error):
+    return f"XLA refused the library's handlers: {error}; install the jaxlib that the library was built for"
+
+
+def pointers_unreadable(platform):
+    return RuntimeError(
+        f"b_ptrs on {platform} cannot be read by the reference implementation: addresses are opaque to XLA; "
+        "pass the weights as one array or a tuple of arrays"
+    )
+
+
+def pointers_need_library(why):
+    return RuntimeError(f"b_ptrs on cpu need the package's library: {why}; or pass the weights as a tuple of arrays")
+
+
+def no_rule(transformation):
+    return NotImplementedError(
+        f"grouped_gemm has no rule for {transformation} yet; jax.lax.ragged_dot has one, for dense weights"
+    )

@@ -1,0 +1,171 @@
+"""One primitive, one lowering per platform, so that one traced program serves CPU and CUDA."""
+
+import dataclasses
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_grouped_gemm import config, contract, library, reference
+
+logger = logging.getLogger("jax_grouped_gemm")
+
+grouped_gemm_p = Primitive("grouped_gemm")
+
+
+def grouped_gemm(call, *operands):
+    """D (M, N); operands in the order of `contract.Call.split`."""
+    return grouped_gemm_p.bind(*operands, call=call)
+
+
+@grouped_gemm_p.def_abstract_eval
+def _abstract_eval(*operands, call):
+    del operands
+    return jax.core.ShapedArray((call.m, call.n), jnp.dtype(call.d_dtype))
+
+
+@functools.partial(jax.jit, static_argnames="call")
+def _eager(*operands, call):
+    return grouped_gemm_p.bind(*operands, call=call)
+
+
+grouped_gemm_p.def_impl(_eager)
+
+
+# --- which implementation ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    kernels: bool
+    why: str
+
+
+def choose(platform, implementation):
+    """Kernels or the reference for a call lowered for this platform; RuntimeError where the request cannot be met."""
+    if implementation == "reference":
+        return Choice(False, 'implementation="reference" was asked for')
+    if platform != "cuda":
+        why = f"the kernels are for cuda, not for {platform}"
+        if implementation == "cutedsl":
+            raise contract.no_kernels(why)
+        return Choice(False, why)
+    capabilities = cuda_capabilities()
+    if not all(map(architecture, capabilities)):
+        why = contract.unsupported_capability(capabilities)
+        if implementation == "cutedsl":
+            raise contract.no_kernels(why)
+        return Choice(False, why)
+    # Lowering for a GPU elsewhere needs the manifest only; a GPU here means that the program will run in this process.
+    if library.manifest() is None:
+        raise contract.kernels_unavailable(contract.not_built(library.MANIFEST))
+    if capabilities and library.registered() is not None:
+        raise contract.kernels_unavailable(library.registered())
+    found = f"compute capability {', '.join(capabilities)}" if capabilities else "no GPU in this process"
+    return Choice(True, f"the platform is cuda, {found}")
+
+
+def architecture(capability):
+    """The kernels' architecture for a device's compute capability, or None."""
+    major, minor = map(int, capability.split("."))
+    return {9: 90 if minor == 0 else None, 10: 100}.get(major)
+
+
+@functools.cache
+def cuda_capabilities():
+    """Distinct compute capabilities of this process's GPUs; empty without any."""
+    try:
+        return tuple(sorted({device.compute_capability for device in jax.local_devices(backend="cuda")}))
+    except RuntimeError:
+        return ()
+
+
+@functools.cache
+def _log_once(message):
+    logger.warning(message)
+
+
+# --- lowerings --------------------------------------------------------------------------------------------------------
+
+
+def _implementation(platform, *operands, call):
+    choice = choose(platform, call.implementation)
+    if choice.kernels:
+        return _kernels(call, operands)
+    if platform == "cuda" and call.implementation is None:
+        _log_once(f"grouped_gemm uses the reference implementation, which is slow on a GPU: {choice.why}")
+    a, offsets, alpha, prob, b = call.split(operands)
+    return reference.grouped_gemm(call, a, offsets, alpha, prob, _stacked_weights(platform, call, b))
+
+
+def _stacked_weights(platform, call, b):
+    if call.weights == "dense":
+        return b[0]
+    if call.weights == "tuple":
+        return jnp.stack(b)
+    if platform != "cpu":
+        raise contract.pointers_unreadable(platform)
+    if library.registered() is not None:
+        raise contract.pointers_need_library(library.registered())
+    return jax.ffi.ffi_call(library.GATHER_WEIGHTS, jax.ShapeDtypeStruct(call.b_shape, jnp.bfloat16))(*b)
+
+
+def _kernels(call, operands):
+    d = jax.ShapeDtypeStruct((call.m, call.n), jnp.dtype(call.d_dtype))
+    scratch = jax.ShapeDtypeStruct((128 * call.l,), jnp.uint8)  # a tensor map of 128 bytes per expert
+    results = (d,) if call.weights == "dense" else (d, scratch)
+    return jax.ffi.ffi_call(library.FORWARD, results)(*operands, **attributes(call))[0]
+
+
+def attributes(call):
+    """The custom call's attributes, as docs/architecture.md lists them."""
+    return {
+        "sm90": kernel_name(90, call),
+        "sm100": kernel_name(100, call),
+        "weights": call.weights,
+        "b_major": call.b_major,
+        "has_alpha": call.has_alpha,
+        "has_prob": call.has_prob,
+        "n": np.int64(call.n),
+        "build_id": library.manifest()["build_id"],
+    }
+
+
+def kernel_name(arch, call):
+    tile = config.select_tile(arch, call.l, call.m, call.n, call.k)
+    weights = "dense" if call.weights == "dense" else "pointers"
+    return config.Variant(arch, tile, call.b_major, weights, call.d_dtype, call.has_alpha or call.has_prob).name
+
+
+def _lowering(platform):
+    def traced(*operands, call):
+        return _implementation(platform, *operands, call=call)
+
+    return mlir.lower_fun(traced, multiple_results=False)
+
+
+mlir.register_lowering(grouped_gemm_p, _lowering("this platform"))
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(grouped_gemm_p, _lowering(_platform), platform=_platform)
+
+
+# --- what has no rule yet ---------------------------------------------------------------------------------------------
+
+
+def _refuse(transformation):
+    def rule(*arguments, **parameters):
+        del arguments, parameters
+        raise contract.no_rule(transformation)
+
+    return rule
+
+
+ad.primitive_jvps[grouped_gemm_p] = _refuse("differentiation")
+batching.primitive_batchers[grouped_gemm_p] = _refuse("vmap")
+
+# At import, so that a deserialised program finds its target; why it failed is raised where a call needs the library.
+library.registered()

@@ -1,0 +1,125 @@
+"""What is installed, what this machine has, and which implementation a call would use."""
+
+import collections
+import json
+import platform
+
+import jax
+import jaxlib
+
+import jax_grouped_gemm
+from jax_grouped_gemm import ffi_call, library
+
+
+def collect():
+    """Everything as plain data; each part works without the library and without a GPU."""
+    return {
+        "versions": {
+            "jax_grouped_gemm": jax_grouped_gemm.__version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "python": platform.python_version(),
+        },
+        "build": _build(),
+        "library": _library(),
+        "devices": [_device(device) for device in jax.devices()],
+        "implementation": _implementation(),
+    }
+
+
+def _build():
+    manifest = library.manifest()
+    if manifest is None:
+        return None
+    kernels = collections.defaultdict(list)
+    for kernel in manifest["kernels"]:
+        kernels[str(kernel["arch"])].append(kernel)
+    return {
+        "build_id": manifest["build_id"],
+        "dsl_version": manifest["dsl_version"],
+        "architectures": {
+            arch: _architecture(found) for arch, found in sorted(kernels.items(), key=lambda x: int(x[0]))
+        },
+    }
+
+
+def _architecture(kernels):
+    forward = [kernel for kernel in kernels if kernel["kind"] == "forward"]
+    tiles = {("x".join(map(str, kernel["tile"])), "x".join(map(str, kernel["cluster"]))) for kernel in forward}
+    return {
+        "target": kernels[0]["target"],
+        "kernels": len(kernels),
+        "forward_kernels": len(forward),
+        "tiles": [f"{tile}, cluster {cluster}" for tile, cluster in sorted(tiles)],
+    }
+
+
+def _library():
+    why = library.registered()
+    runtime = library.runtime_api_version()
+    facts = {"path": str(library.LIBRARY), "problem": why, "ffi_api_runtime": _version(runtime)}
+    try:
+        loaded = library.load()
+    except (OSError, AttributeError):
+        return facts | {"ffi_api_built": None, "driver": None}
+    driver = library.driver_status(loaded)
+    return facts | {"ffi_api_built": _version(library.api_version(loaded)), "driver": driver or "available"}
+
+
+def _version(version):
+    return None if version is None else ".".join(map(str, version))
+
+
+def _device(device):
+    capability = getattr(device, "compute_capability", None)
+    return {"id": device.id, "platform": device.platform, "kind": device.device_kind, "compute_capability": capability}
+
+
+def _implementation():
+    name = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    try:
+        choice = ffi_call.choose(name, None)
+    except RuntimeError as error:
+        return {"name": None, "why": str(error)}
+    return {"name": "cutedsl" if choice.kernels else "reference", "why": choice.why}
+
+
+def as_json():
+    return json.dumps(collect(), indent=2)
+
+
+def as_text():
+    facts = collect()
+    lines = ["versions"]
+    lines += [f"  {name}: {version}" for name, version in facts["versions"].items()]
+    lines += ["library", *_library_lines(facts["library"])]
+    lines += ["kernels", *_build_lines(facts["build"])]
+    lines += ["devices", *map(_device_line, facts["devices"])]
+    choice = facts["implementation"]
+    lines += [f"a call would use: {choice['name'] or 'nothing, it would fail'} ({choice['why']})"]
+    return "\n".join(lines)
+
+
+def _library_lines(facts):
+    return [
+        f"  handlers: {'registered' if facts['problem'] is None else 'not registered: ' + facts['problem']}",
+        f"  XLA FFI API: built against {facts['ffi_api_built'] or 'unknown'}, "
+        f"runtime {facts['ffi_api_runtime'] or 'unknown'}",
+        f"  CUDA driver: {facts['driver'] or 'unknown'}",
+    ]
+
+
+def _build_lines(build):
+    if build is None:
+        return ["  none: nothing was built"]
+    lines = [f"  build {build['build_id']}, CUTLASS DSL {build['dsl_version']}"]
+    for arch in build["architectures"].values():
+        lines.append(f"  {arch['target']}: {arch['kernels']} kernels, {arch['forward_kernels']} of them forward")
+        lines += [f"    tile {tile}" for tile in arch["tiles"]]
+    return lines
+
+
+def _device_line(device):
+    capability = device["compute_capability"]
+    suffix = f", compute capability {capability}" if capability else ""
+    return f"  {device['platform']}:{device['id']} {device['kind']}{suffix}"
