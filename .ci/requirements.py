@@ -1,0 +1,34 @@
+"""Prints requirements out of pyproject.toml, for `pip install -r`.
+
+dev      what a working tree needs: run time (with JAX for the GPU that is there), build and development tools
+headers  the jaxlib whose FFI headers the library is built on; not installed, since the newest runs beside it
+"""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+
+def jax_for_this_machine():
+    """JAX with CUDA where there is an NVIDIA driver: CUDA 13 needs driver 580 or newer. Plain JAX elsewhere."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(".")[0]
+        return ["jax[cuda13]" if int(driver) >= 580 else "jax[cuda12]"]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+build = project["build-system"]["requires"]
+jaxlib = [line for line in build if line.startswith("jaxlib")]
+wanted = {
+    "dev": [line for line in build if line not in jaxlib]
+    + project["project"]["dependencies"]
+    + project["project"]["optional-dependencies"]["dev"]
+    + jax_for_this_machine(),
+    # The first one, without its marker: the headers do not depend on the Python that fetches them.
+    "headers": [jaxlib[0].split(";")[0]],
+}
+print("\n".join(wanted[sys.argv[1]]))

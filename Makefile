@@ -1,0 +1,110 @@
+# Everything a developer does. `make demo` and `make test` need Python 3.11 or newer, a C++ compiler and make; the rest
+# (cmake, ninja, the kernel compiler, CUDA's headers) comes from pip into .venv. No CUDA toolkit, no GPU.
+#
+# Where the tools are installed already, an empty VENV uses PYTHON as it is:
+#     make test-gpu VENV= PYTHON=python3
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+BUILD ?= build
+JOBS ?= $(shell nproc)
+BENCH_ARGS ?=
+
+ifeq ($(VENV),)
+  RUN := $(PYTHON)
+  SETUP :=
+else
+  RUN := $(VENV)/bin/python
+  SETUP := $(VENV)/.ready
+  export PATH := $(abspath $(VENV)/bin):$(PATH)
+endif
+HEADERS := $(BUILD)/xla_headers
+DATA := jax_grouped_gemm/_data
+# The package is used from the source tree.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+say = printf '\033[1m== %s\033[0m\n'
+
+.PHONY: help setup build demo test test-gpu bench lint format wheel clean
+
+help: ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(SETUP) $(HEADERS)/.ready ## create .venv with every tool, fetch XLA's FFI headers
+
+ifneq ($(VENV),)
+$(SETUP): pyproject.toml .ci/requirements.py
+	@$(say) "setup: $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv failed: install your distribution's python3-venv" >&2; exit 1; }
+	@$(RUN) .ci/requirements.py dev > $(VENV)/requirements.txt
+	@$(RUN) -m pip install --progress-bar off --upgrade pip | tail -n 1
+	@$(RUN) -m pip install --progress-bar off -r $(VENV)/requirements.txt | grep -v '^Requirement already satisfied' || true
+	@touch $@
+endif
+
+# Only the headers of the oldest jaxlib that we support: the wheel is unpacked for them and dropped.
+$(HEADERS)/.ready: pyproject.toml .ci/requirements.py | $(SETUP)
+	@$(say) "setup: XLA FFI headers of $$($(RUN) .ci/requirements.py headers)"
+	@rm -rf $(HEADERS) && mkdir -p $(HEADERS)
+	@$(RUN) -m pip download --progress-bar off --quiet --no-deps --only-binary=:all: --python-version 3.11 \
+	    --platform manylinux2014_x86_64 --dest $(HEADERS)/wheel "$$($(RUN) .ci/requirements.py headers)"
+	@$(RUN) -m zipfile --extract $(HEADERS)/wheel/*.whl $(HEADERS)/wheel/unpacked
+	@mv $(HEADERS)/wheel/unpacked/jaxlib/include $(HEADERS)/include
+	@rm -rf $(HEADERS)/wheel
+	@touch $@
+
+$(BUILD)/build.ninja: $(HEADERS)/.ready
+	@$(say) "build: configure"
+	@cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$$($(RUN) -c 'import sys; print(sys.executable)')" \
+	    -DJGG_XLA_FFI_INCLUDE=$(abspath $(HEADERS)/include) -DBUILD_TESTING=ON
+
+# Ninja and the kernel build know what is stale; a second run takes a moment.
+build: setup $(BUILD)/build.ninja ## compile every kernel and the FFI library into jax_grouped_gemm/_data
+	@$(say) "build: kernels and library"
+	@cmake --build $(BUILD) --parallel $(JOBS)
+	@cmake --install $(BUILD) --prefix . | grep -v Up-to-date || true
+
+demo: build ## run the mixture-of-experts example on this machine's GPU or CPU
+	@$(say) "demo: examples/moe_layer.py"
+	@$(RUN) examples/moe_layer.py
+
+test: build lint ## everything that needs no GPU: lint, C++ tests, Python tests
+	@$(say) "test: C++"
+	@ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
+	@$(say) "test: Python"
+	@$(RUN) -m pytest -m "not gpu" --durations=5
+
+test-gpu: ## the tests that need a GPU, on what `make build` left (or was carried over)
+	@test -e $(DATA)/manifest.json || { echo "$(DATA) is empty: run make build here, or copy the folder from where you did" >&2; exit 1; }
+	@$(RUN) -m pytest -m gpu
+
+bench: ## the forward benchmark on this machine's GPU (BENCH_ARGS="--rows ... --arms ... --reps ...")
+	@test -e $(DATA)/manifest.json || { echo "$(DATA) is empty: run make build here, or copy the folder from where you did" >&2; exit 1; }
+	@$(RUN) -m benchmarks.run $(BENCH_ARGS)
+
+lint: setup ## ruff, mypy, clang-format
+	@$(say) "lint"
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
+	@find ffi -name '*.cc' -o -name '*.h' | xargs clang-format --dry-run -Werror
+
+format: setup ## rewrite the sources in the style that lint wants
+	@$(RUN) -m ruff check --fix --quiet . || true
+	@$(RUN) -m ruff format .
+	@find ffi -name '*.cc' -o -name '*.h' | xargs clang-format -i
+
+wheel: build ## dist/*.whl, on the kernels that are built already
+	@$(say) "wheel"
+	@$(RUN) -m pip wheel --progress-bar off --no-deps --no-build-isolation --wheel-dir dist . \
+	    -C cmake.define.JGG_AOT_DIR=$(abspath $(BUILD)/aot) -C cmake.define.JGG_XLA_FFI_INCLUDE=$(abspath $(HEADERS)/include)
+	@ls -l dist
+
+clean: ## remove what was built (the .venv stays)
+	@rm -rf $(BUILD) dist $(DATA)

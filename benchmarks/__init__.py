@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.run` from the repository root, or `make bench`."""

@@ -1,0 +1,57 @@
+"""Every arm's output is compared with a float32 reference before it is timed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def poison(row):
+    """Fills the block that the next output is likely to get with NaN, so that an element never written shows."""
+    jnp.full((row.m, row.n), jnp.nan, jnp.bfloat16).block_until_ready().delete()
+
+
+def torch_poison(torch, row):
+    """The same for torch's allocator."""
+    del_me = torch.full((row.m, row.n), float("nan"), dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    del del_me
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _reference(a, b, ends, window):
+    """One expert after the other: a window over its rows, exact bfloat16 products, float32 sums."""
+    out = jnp.zeros((a.shape[0] + window, b.shape[1]), jnp.float32)
+    a = jnp.pad(a, ((0, window), (0, 0)))
+
+    def group(out, operands):
+        weights, begin, end = operands
+        rows = lax.dynamic_slice_in_dim(a, begin, window)
+        product = lax.dot_general(rows, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        inside = jnp.arange(window)[:, None] < end - begin
+        old = lax.dynamic_slice_in_dim(out, begin, window)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(inside, product, old), begin, 0), None
+
+    begins = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
+    return lax.scan(group, out, (b, begins, ends))[0][:-window]
+
+
+def grouped_reference(a, b, ends):
+    """(m, n) float32 of A_g @ B_g^T for every group g, with b (l, n, k)."""
+    window = int(np.diff(np.asarray(ends), prepend=0).max())
+    return _reference(a, b, ends, window)
+
+
+@jax.jit
+def _worst(out, expected, k):
+    # Half a unit of bfloat16 on the result, doubled; plus a term in the result's scale for sums that cancel.
+    # Operands are standard normal, so results have a standard deviation of sqrt(k).
+    limit = 2.0**-8 * jnp.abs(expected) + 2.0**-12 * jnp.sqrt(k)
+    return jnp.max(jnp.abs(out.astype(jnp.float32) - expected) / limit)
+
+
+def worst_error(out, expected, k):
+    """Largest error of an element in units of what it may be: at most 1 is right, NaN is wrong."""
+    return float(_worst(jnp.asarray(out), expected, float(k)))

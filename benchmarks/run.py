@@ -1,0 +1,171 @@
+"""Forward benchmark: ours, cuBLAS dense, torch's grouped product and JAX's ragged_dot, interleaved in one process.
+
+    python -m benchmarks.run                          # everything, a few minutes on an H200
+    python -m benchmarks.run --rows dsv3_up,qwen3_up --arms ours,torch_grouped_mm --reps 7
+    python -m benchmarks.run --smoke                  # tiny shapes, any machine
+
+Every arm is checked against a float32 reference before anything is timed; the run fails if one is wrong.
+"""
+
+import os
+
+# JAX and torch share the GPU: neither may claim all of its memory. Before JAX is imported.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import gc
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import arms, check, figures, report, shapes
+from benchmarks.timing import Arm, calibrate, interleave, summarize
+
+
+def progress(text):
+    """To stderr, with the time, so that stdout stays a clean table."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def as_jax(out):
+    return out if isinstance(out, jax.Array) else jnp.from_dlpack(out)
+
+
+def poison_outputs(row):
+    check.poison(row)
+    with contextlib.suppress(arms.UnavailableError):
+        check.torch_poison(arms.torch_on_gpu(), row)
+
+
+def prepare(row, names, seed):
+    """Builds and checks the arms of one row. Returns (group sizes, ready arms, their records for the result)."""
+    inputs = arms.Inputs(row, seed)
+    expected = check.grouped_reference(inputs.a[0], inputs.b[0], inputs.ends)
+    ready: dict[str, Arm] = {}
+    records: dict[str, dict] = {}
+    for name in names:
+        record = records[name] = {}
+        try:
+            arm, compiled = arms.build(name, inputs)
+            poison_outputs(row)
+            out = arm.call(0)
+            arm.wait(out)
+        except arms.UnavailableError as reason:
+            record["skipped"] = str(reason)
+            continue
+        except Exception as failure:
+            # Another arm's crash (out of memory, an unsupported shape) is a result; ours is a failure.
+            if name == "ours":
+                raise
+            record["skipped"] = f"failed: {(str(failure).splitlines() or [type(failure).__name__])[0][:200]}"
+            continue
+        if name == "cublas_dense":
+            dense = check.grouped_reference(inputs.a[0], inputs.b[0][:1], jnp.asarray([row.m], jnp.int32))
+            record["error"] = check.worst_error(as_jax(out), dense, row.k)
+            del dense
+        else:
+            record["error"] = check.worst_error(as_jax(out), expected, row.k)
+        del out
+        if compiled is not None and (memory := compiled.memory_analysis()) is not None:
+            record["temporary_bytes"] = memory.temp_size_in_bytes
+        if record["error"] <= 1:  # NaN is not
+            ready[name] = arm
+        else:
+            record["skipped"] = f"WRONG: error {record['error']:.3g} times the limit"
+    return inputs.sizes, ready, records
+
+
+def run_row(row, names, reps, seed):
+    """One line of the table: check, calibrate, time interleaved."""
+    progress(f"{row.name}: operands, checks")
+    sizes, ready, records = prepare(row, names, seed)
+    for arm in ready.values():
+        calibrate(arm, reps)
+    progress(f"{row.name}: timing " + ", ".join(f"{name} ({arm.rounds} x {arm.calls})" for name, arm in ready.items()))
+    interleave(ready)
+    for name, arm in ready.items():
+        records[name] |= {"samples": arm.samples, "calls_per_sample": arm.calls}
+    for name, record in records.items():
+        if "samples" in record:
+            stats = summarize(record["samples"])
+            print(
+                f"{row.name:15} {name:17} {stats.median * 1e6:11.1f} us {row.flops / stats.median / 1e12:8.2f} TFLOP/s"
+                f" {row.bytes(sizes) / stats.median / 1e9:8.1f} GB/s"
+                f"  ({stats.low * 1e6:.1f} to {stats.high * 1e6:.1f} us)",
+                flush=True,
+            )
+        else:
+            print(f"{row.name:15} {name:17} {record['skipped']}", flush=True)
+    return dataclasses.asdict(row) | {
+        "flops": row.flops,
+        "bytes": row.bytes(sizes),
+        "decode": row.shares == "routed",
+        "group_sizes": sizes.tolist(),
+        "arms": records,
+    }
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", help="comma-separated row names (default: all)")
+    parser.add_argument("--arms", default=",".join(arms.NAMES), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--reps", type=int, default=15, help="bursts per arm (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes: checks that the benchmark itself works")
+    parser.add_argument("--no-figures", action="store_true", help="skip host time, first call and wheel size")
+    args = parser.parse_args(argv)
+    table = {row.name: row for row in (shapes.SMOKE if args.smoke else shapes.FORWARD)}
+    args.rows = args.rows.split(",") if args.rows else list(table)
+    args.arms = args.arms.split(",")
+    for kind, given, known in (("row", args.rows, table), ("arm", args.arms, arms.NAMES)):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"unknown {kind} {', '.join(unknown)}; there are {', '.join(known)}")
+    args.rows = [table[name] for name in args.rows]
+    return args
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    if jax.default_backend() != "gpu" and not args.smoke:
+        print("No GPU here: the rows would take hours. --smoke tries the benchmark itself.", file=sys.stderr)
+        return 2
+    start = time.monotonic()
+    now = datetime.datetime.now(datetime.UTC)
+    result = {"date": now.isoformat(timespec="seconds"), "machine": figures.machine(), "argv": argv or sys.argv[1:]}
+    result["rows"] = []
+    for row in args.rows:
+        result["rows"].append(run_row(row, args.arms, args.reps, args.seed))
+        gc.collect()  # the operands of a row are gigabytes
+    if not args.no_figures:
+        progress("host time, first call, wheel")
+        result["figures"] = {
+            "host_microseconds": figures.host_microseconds(),
+            "first_call_seconds": figures.first_call_seconds(),
+            "wheel_bytes": figures.wheel_bytes(),
+        }
+    result["seconds"] = round(time.monotonic() - start, 1)
+    stem = f"{now:%Y%m%d-%H%M%S}-{result['machine']['device'].replace(' ', '-')}" + ("-smoke" if args.smoke else "")
+    paths = report.write(result, args.out, stem)
+    print("\n" + report.markdown(result))
+    for path in paths:
+        print(f"wrote {path}")
+    wrong = [
+        f"{row['name']}/{name}"
+        for row in result["rows"]
+        for name, record in row["arms"].items()
+        if record.get("skipped", "").startswith("WRONG")
+    ]
+    if wrong:
+        print(f"WRONG results: {', '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Interleaved timing: every arm in turn, round after round, so that a hot or throttled GPU slows all of them alike."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Arm:
+    """One competitor. `call(i)` queues call number i and returns its result; `wait(result)` blocks until it is there."""
+
+    call: Callable[[int], object]
+    wait: Callable[[object], object]
+    calls: int = 0  # per burst; 0 until calibrated
+    rounds: int = 0
+    samples: list[float] = field(default_factory=list)  # seconds per call, one per burst
+
+    def burst(self, calls: int, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Seconds per call of `calls` calls that are queued together and waited for once."""
+        start = clock()
+        for i in range(calls):
+            result = self.call(i)
+        self.wait(result)
+        return (clock() - start) / calls
+
+
+def calibrate(arm: Arm, rounds: int, burst_seconds: float = 0.02, slow_seconds: float = 0.02) -> None:
+    """Chooses calls per burst from two warm calls. A slow arm gets few rounds: it needs no precision."""
+    arm.burst(2)
+    once = arm.burst(2)
+    arm.calls = max(1, min(500, round(burst_seconds / once)))
+    arm.rounds = rounds if once < slow_seconds else min(rounds, 3)
+
+
+def interleave(arms: Mapping[str, Arm], clock: Callable[[], float] = time.perf_counter) -> None:
+    """Takes every arm's samples: A B C A B C ..., an arm with fewer rounds leaving early.
+
+    The order turns by one each round, so that no arm always runs behind the same neighbour.
+    """
+    names = list(arms)
+    for round_ in range(max((arm.rounds for arm in arms.values()), default=0)):
+        turn = round_ % len(names)
+        for name in names[turn:] + names[:turn]:
+            arm = arms[name]
+            if round_ < arm.rounds:
+                arm.samples.append(arm.burst(arm.calls, clock))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Statistics of one arm's samples, in seconds per call."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+def summarize(samples: list[float]) -> Summary:
+    """Median and range; raises ValueError when there is nothing to summarise."""
+    if not samples:
+        raise ValueError("no samples: the arm was never timed")
+    return Summary(statistics.median(samples), min(samples), max(samples), len(samples))
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    """Geometric mean, the fair average of ratios."""
+    return statistics.geometric_mean(ratios)
