@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -79,18 +80,21 @@ struct Kernel {
   Element d_element = NONE;
   std::vector<MapSpec> maps = {};  // a kernel that reads B's maps from memory lists MAP_B too
 
-  const FieldSlot* Find(Field field) const;
-  const MapSpec* FindMap(Field field) const;
-  size_t AddressCount() const;  // how many ADDRESS_i it takes
+  bool Takes(Field field) const;
+  const MapSpec* FindMap(Field field) const;  // null: no such map
+  size_t AddressCount() const;                // how many ADDRESS_i it takes
 };
 
 std::string_view BuildId();
 const std::vector<Kernel>& Kernels();
-const Kernel* FindKernel(std::string_view name);        // null: no such kernel
-const Kernel* FindPrologue(int32_t arch, Kind kind);    // null: no such kernel
+const Kernel* FindKernel(std::string_view name);      // null: no such kernel
+const Kernel* FindPrologue(int32_t arch, Kind kind);  // null: no such kernel
 
-// Bytes that a value of this kind occupies.
 uint32_t FieldBytes(Field field);
+uint32_t ElementBytes(Element element);
+
+// What contradicts itself in a kernel's entry; empty if nothing does.
+std::string Inconsistency(const Kernel& kernel);
 
 }  // namespace jgg
 

@@ -1,0 +1,65 @@
+/* What the shared library exports. Plain C: Python opens it with ctypes. */
+
+#ifndef JGG_C_API_H_
+#define JGG_C_API_H_
+
+#include <stdint.h>
+
+#define JGG_EXPORT __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* XLA FFI handlers, one per stage of the custom call. */
+struct XLA_FFI_Error;
+struct XLA_FFI_CallFrame;
+JGG_EXPORT struct XLA_FFI_Error* jgg_forward_instantiate(struct XLA_FFI_CallFrame*);
+JGG_EXPORT struct XLA_FFI_Error* jgg_forward_initialize(struct XLA_FFI_CallFrame*);
+JGG_EXPORT struct XLA_FFI_Error* jgg_forward_execute(struct XLA_FFI_CallFrame*);
+JGG_EXPORT struct XLA_FFI_Error* jgg_gather_weights(struct XLA_FFI_CallFrame*);
+
+JGG_EXPORT const char* jgg_build_id(void);
+
+/* The XLA FFI API that the library was built against: runtimes of this version or newer run it. */
+JGG_EXPORT void jgg_ffi_api_version(int* major, int* minor);
+
+JGG_EXPORT int jgg_kernel_count(void);
+JGG_EXPORT const char* jgg_kernel_name(int index); /* null: no such index */
+
+/* Null if the CUDA driver could be opened, else why not. */
+JGG_EXPORT const char* jgg_driver_status(void);
+
+/* One forward call on the caller's stream and device addresses. */
+typedef struct jgg_call {
+  int64_t struct_size; /* sizeof(jgg_call) */
+  const char* sm90;    /* names of the forward kernels */
+  const char* sm100;
+  const char* weights; /* "dense", "pointers" or "tuple" */
+  const char* b_major; /* "k" or "n" */
+  const char* d_dtype; /* "bfloat16", "float16" or "float32" */
+  int64_t m, n, k, l;
+  uint64_t a;                       /* BF16 (m, k) */
+  uint64_t offsets;                 /* int32 (l,) ends of the groups */
+  uint64_t alpha;                   /* float32 (l,); 0: ones */
+  uint64_t prob;                    /* float32 (m,); 0: ones */
+  uint64_t b;                       /* dense: BF16 weights; pointers: int64 (l,); tuple: 0 */
+  const uint64_t* weight_addresses; /* tuple: l device addresses in host memory; else null */
+  uint64_t d;                       /* (m, n) */
+  uint64_t scratch; /* 128 l bytes, not for dense; alive until the stream is past the call */
+  uint64_t stream;  /* CUstream; 0: legacy default stream of the current context */
+} jgg_call;
+
+/* Enqueues the call; loads its kernels at first use on a device, which must not be under stream
+   capture. Null, or an error text that is valid until the thread's next call. */
+JGG_EXPORT const char* jgg_forward(const jgg_call* call);
+
+/* Test hook. While on, counts forward calls launched, and those launched into a stream capture. */
+JGG_EXPORT void jgg_count_launches(int on); /* also resets the counts */
+JGG_EXPORT void jgg_launch_counts(int64_t* launches, int64_t* captured);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* JGG_C_API_H_ */

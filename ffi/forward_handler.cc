@@ -1,0 +1,177 @@
+// The custom call "jax_grouped_gemm_forward": one function per stage. Operands, results and
+// attributes are listed in docs/architecture.md.
+
+#include <string_view>
+#include <vector>
+
+#include "c_api.h"
+#include "launch.h"
+#include "xla_border.h"
+
+namespace jgg {
+
+namespace ffi = xla::ffi;
+
+struct ForwardAttributes {
+  std::string_view sm90;
+  std::string_view sm100;
+  std::string_view weights;
+  std::string_view b_major;
+  bool has_alpha;
+  bool has_prob;
+  int64_t n;
+  std::string_view build_id;
+};
+
+namespace {
+
+Element ElementOf(const ffi::AnyBuffer& d) {
+  switch (d.element_type()) {
+    case ffi::BF16:
+      return BF16;
+    case ffi::F16:
+      return F16;
+    case ffi::F32:
+      return F32;
+    default:
+      Mismatch(d, "d", "BF16, F16 or F32 (M, N)");
+  }
+}
+
+void ExpectCount(const char* what, size_t found, size_t expected) {
+  if (found != expected) {
+    InvalidArgument("the call must have ", expected, " ", what, " for its attributes; got ", found,
+                    "; call it through jax_grouped_gemm, which prepares the operands");
+  }
+}
+
+// A problem and what it points to.
+struct DecodedCall {
+  Problem problem;
+  std::vector<Address> weight_addresses;
+};
+
+DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                   const ForwardAttributes& attributes) {
+  auto operand = [&args](size_t i) { return *args.get<ffi::AnyBuffer>(i); };
+  auto result = [&rets](size_t i) { return **rets.get<ffi::AnyBuffer>(i); };
+
+  DecodedCall call;
+  Problem& p = call.problem;
+  p.weights = ParseWeights(attributes.weights);
+  p.b_major = ParseMajor(attributes.b_major);
+  const bool dense = p.weights == Weights::kDense;
+  const bool tuple = p.weights == Weights::kTuple;
+  const size_t first_weight = 2 + attributes.has_alpha + attributes.has_prob;
+  if (args.size() < first_weight) ExpectCount("operands", args.size(), first_weight + 1);
+  ExpectCount("results", rets.size(), dense ? 1 : 2);
+
+  const ffi::AnyBuffer a = operand(0);
+  const ffi::AnyBuffer offsets = operand(1);
+  if (a.dimensions().size() != 2) Mismatch(a, "a", "BF16 (M, K)");
+  if (offsets.dimensions().size() != 1) Mismatch(offsets, "offsets", "S32 (L,)");
+  p.m = a.dimensions()[0];
+  p.k = a.dimensions()[1];
+  p.n = attributes.n;
+  p.l = offsets.dimensions()[0];
+  ExpectCount("operands", args.size(), first_weight + (tuple ? static_cast<size_t>(p.l) : 1));
+
+  p.a = Expect(a, "a", ffi::BF16, "(M, K)", {p.m, p.k});
+  p.offsets = Expect(offsets, "offsets", ffi::S32, "(L,)", {p.l});
+  size_t next = 2;
+  if (attributes.has_alpha) p.alpha = Expect(operand(next++), "alpha", ffi::F32, "(L,)", {p.l});
+  if (attributes.has_prob) p.prob = Expect(operand(next++), "prob", ffi::F32, "(M,)", {p.m});
+
+  const bool k_major = p.b_major == K_MAJOR;
+  const char* axes =
+      dense ? (k_major ? "(L, N, K)" : "(L, K, N)") : (k_major ? "(N, K)" : "(K, N)");
+  const int64_t rows = k_major ? p.n : p.k;
+  const int64_t columns = k_major ? p.k : p.n;
+  if (dense) p.b = Expect(operand(next), "b", ffi::BF16, axes, {p.l, rows, columns});
+  if (p.weights == Weights::kPointers) p.b = ExpectPointers(operand(next), p.l);
+  if (tuple) {
+    call.weight_addresses.reserve(p.l);
+    for (int64_t i = 0; i < p.l; ++i) {
+      call.weight_addresses.push_back(
+          Expect(operand(next + i), "each array of b", ffi::BF16, axes, {rows, columns}));
+    }
+    p.weight_addresses = call.weight_addresses.data();
+  }
+
+  const ffi::AnyBuffer d = result(0);
+  p.d_element = ElementOf(d);
+  p.d = Expect(d, "d", d.element_type(), "(M, N)", {p.m, p.n});
+  if (!dense) p.scratch = Expect(result(1), "scratch", ffi::U8, "(128 L,)", {128 * p.l});
+  return call;
+}
+
+ForwardKernels KernelsOf(const ForwardAttributes& attributes) {
+  return FindForwardKernels(attributes.sm90, attributes.sm100);
+}
+
+ffi::Error Instantiate(ffi::RemainingArgs, ffi::RemainingRets, ForwardAttributes attributes) {
+  return AtBorder([&] {
+    if (attributes.build_id != BuildId()) {
+      FailedPrecondition("the program was lowered for build ", attributes.build_id,
+                         ", this library is build ", BuildId(),
+                         "; trace it again with the installed jax_grouped_gemm");
+    }
+    KernelsOf(attributes);
+    ParseWeights(attributes.weights);
+    ParseMajor(attributes.b_major);
+  });
+}
+
+ffi::Error Initialize(CUstream stream, ffi::RemainingArgs, ffi::RemainingRets,
+                      ForwardAttributes attributes) {
+  return AtBorder(
+      [&] { LoadForward(KernelsOf(attributes), ParseWeights(attributes.weights), stream); });
+}
+
+ffi::Error Execute(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   ForwardAttributes attributes) {
+  return AtBorder([&] {
+    const DecodedCall call = Decode(args, rets, attributes);
+    LaunchForward(KernelsOf(attributes), call.problem, stream);
+  });
+}
+
+}  // namespace
+}  // namespace jgg
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jgg::ForwardAttributes,
+                                      xla::ffi::StructMember<std::string_view>("sm90"),
+                                      xla::ffi::StructMember<std::string_view>("sm100"),
+                                      xla::ffi::StructMember<std::string_view>("weights"),
+                                      xla::ffi::StructMember<std::string_view>("b_major"),
+                                      xla::ffi::StructMember<bool>("has_alpha"),
+                                      xla::ffi::StructMember<bool>("has_prob"),
+                                      xla::ffi::StructMember<int64_t>("n"),
+                                      xla::ffi::StructMember<std::string_view>("build_id"));
+
+// Every stage takes operands and results, whether or not a runtime passes them that early.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jgg_forward_instantiate, jgg::Instantiate,
+                              xla::ffi::Ffi::BindInstantiate()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<jgg::ForwardAttributes>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jgg_forward_initialize, jgg::Initialize,
+                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
+                                  .Ctx<xla::ffi::PlatformStream<CUstream>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<jgg::ForwardAttributes>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jgg_forward_execute, jgg::Execute,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<CUstream>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<jgg::ForwardAttributes>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+void jgg_ffi_api_version(int* major, int* minor) {
+  *major = XLA_FFI_API_MAJOR;
+  *minor = XLA_FFI_API_MINOR;
+}

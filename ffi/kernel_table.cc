@@ -1,0 +1,121 @@
+#include "kernel_table.h"
+
+#include <algorithm>
+#include <sstream>
+#include <unordered_map>
+
+// Every cubin's bytes, embedded by the generated cubins.S.
+#define JGG_BUILD_ID(id)
+#define JGG_KERNEL(name, ...) \
+  extern "C" const unsigned char jgg_cubin_##name[], jgg_cubin_##name##_end[];
+#include "kernel_table.inc"
+#undef JGG_KERNEL
+#undef JGG_BUILD_ID
+
+namespace jgg {
+
+std::string_view BuildId() {
+#define JGG_BUILD_ID(id) return id;
+#define JGG_KERNEL(name, ...)
+#include "kernel_table.inc"
+#undef JGG_KERNEL
+#undef JGG_BUILD_ID
+}
+
+const std::vector<Kernel>& Kernels() {
+  static const std::vector<Kernel> kernels = {
+#define JGG_BUILD_ID(id)
+#define JGG_KERNEL(name, ...) {#name, jgg_cubin_##name, jgg_cubin_##name##_end, __VA_ARGS__},
+#include "kernel_table.inc"
+#undef JGG_KERNEL
+#undef JGG_BUILD_ID
+  };
+  return kernels;
+}
+
+const Kernel* FindKernel(std::string_view name) {
+  static const auto by_name = [] {
+    std::unordered_map<std::string_view, const Kernel*> map;
+    for (const Kernel& kernel : Kernels()) map[kernel.name] = &kernel;
+    return map;
+  }();
+  auto found = by_name.find(name);
+  return found == by_name.end() ? nullptr : found->second;
+}
+
+const Kernel* FindPrologue(int32_t arch, Kind kind) {
+  for (const Kernel& kernel : Kernels()) {
+    if (kernel.arch == arch && kernel.kind == kind) return &kernel;
+  }
+  return nullptr;
+}
+
+bool Kernel::Takes(Field field) const {
+  return std::any_of(fields.begin(), fields.end(),
+                     [field](const FieldSlot& slot) { return slot.field == field; });
+}
+
+const MapSpec* Kernel::FindMap(Field field) const {
+  for (const MapSpec& map : maps) {
+    if (map.field == field) return &map;
+  }
+  return nullptr;
+}
+
+size_t Kernel::AddressCount() const {
+  return std::count_if(fields.begin(), fields.end(),
+                       [](const FieldSlot& slot) { return slot.field >= ADDRESS_0; });
+}
+
+uint32_t FieldBytes(Field field) {
+  if (field <= MAP_D) return 128;
+  if (field <= PTR_PROB || field >= ADDRESS_0) return 8;
+  return 4;
+}
+
+uint32_t ElementBytes(Element element) { return element == F32 ? 4 : 2; }
+
+std::string Inconsistency(const Kernel& kernel) {
+  std::ostringstream problem;
+  for (const Param& param : kernel.params) {
+    if (param.offset + param.size > kernel.param_bytes) {
+      problem << "parameter at offset " << param.offset << " ends past " << kernel.param_bytes;
+    }
+  }
+  for (const FieldSlot& slot : kernel.fields) {
+    if (slot.size != FieldBytes(slot.field)) {
+      problem << "field " << slot.field << " has " << slot.size << " bytes, expected "
+              << FieldBytes(slot.field);
+    }
+    bool inside =
+        std::any_of(kernel.params.begin(), kernel.params.end(), [&slot](const Param& param) {
+          return param.offset <= slot.offset &&
+                 slot.offset + slot.size <= param.offset + param.size;
+        });
+    if (!inside) {
+      problem << "field " << slot.field << " at offset " << slot.offset << " is in no parameter";
+    }
+  }
+  auto expect_map = [&](Field field, uint32_t rank) {
+    const MapSpec* map = kernel.FindMap(field);
+    if (map == nullptr || map->rank != rank) {
+      problem << "no map of rank " << rank << " for field " << field;
+    }
+  };
+  if (kernel.kind == FORWARD) {
+    expect_map(MAP_A, 2);
+    expect_map(MAP_B, 3);
+    if (kernel.Takes(MAP_D)) expect_map(MAP_D, 3);
+    if (kernel.Takes(MAP_B) == kernel.Takes(PTR_MAPS)) {
+      problem << "takes either MAP_B or PTR_MAPS";
+    }
+    if (kernel.tile.m < 1 || kernel.tile.n < 1 || kernel.cluster.m < 1 || kernel.cluster.n < 1) {
+      problem << "tile and cluster must be positive";
+    }
+  }
+  if (kernel.kind == MAPS_BY_VALUE && kernel.AddressCount() == 0) problem << "takes no address";
+  if (kernel.threads == 0) problem << "has no threads";
+  return problem.str();
+}
+
+}  // namespace jgg

@@ -1,0 +1,226 @@
+#include "launch.h"
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+
+#include "error.h"
+#include "launch_config.h"
+#include "module_cache.h"
+#include "parameters.h"
+#include "tensor_map.h"
+
+namespace jgg {
+namespace {
+
+// The kernels count in int32.
+constexpr int64_t kExtentLimit = std::numeric_limits<int32_t>::max();
+
+std::atomic<bool> counting{false};
+std::atomic<int64_t> launches{0};
+std::atomic<int64_t> captured{0};
+
+const Kernel* FindForward(std::string_view name, int32_t arch) {
+  const Kernel* kernel = FindKernel(name);
+  if (kernel == nullptr || kernel->kind != FORWARD || kernel->arch != arch) {
+    FailedPrecondition("this build has no forward kernel '", name, "' for sm_", arch,
+                       ": the program was lowered for another build; trace it again with the "
+                       "installed jax_grouped_gemm");
+  }
+  return kernel;
+}
+
+const Kernel& Prologue(Weights weights, const Where& where) {
+  const Kind kind = weights == Weights::kTuple ? MAPS_BY_VALUE : MAPS_FROM_MEMORY;
+  const Kernel* prologue = FindPrologue(where.kernel->arch, kind);
+  if (prologue == nullptr) {
+    FailedPrecondition("this build has no prologue that writes tensor maps; ", where.Describe(),
+                       "; rebuild the library");
+  }
+  return *prologue;
+}
+
+void CheckAddress(const char* name, Address address, uint64_t alignment) {
+  if (address == 0) InvalidArgument(name, " must be a device address; got null; pass the operand");
+  if (address % alignment != 0) {
+    InvalidArgument(name, " must be aligned to ", alignment, " bytes; got address 0x", std::hex,
+                    address, "; pass a buffer that starts at an aligned address");
+  }
+}
+
+void CheckExtent(const char* name, int64_t extent, int64_t multiple) {
+  if (extent < 1 || extent > kExtentLimit) {
+    InvalidArgument(name, " must be between 1 and ", kExtentLimit, "; got ", extent,
+                    extent < 1 ? "; an empty product needs no launch" : "; split the operand");
+  }
+  if (extent % multiple != 0) {
+    InvalidArgument(name, " must be a multiple of ", multiple, " (16-byte rows); got ", extent,
+                    "; pad the operands to ", (extent + multiple - 1) / multiple * multiple);
+  }
+}
+
+// A kernel that does not fit the problem would compute something else, silently.
+void CheckKernel(const Kernel& kernel, const Problem& problem) {
+  auto mismatch = [&](const char* what) {
+    InvalidArgument("kernel ", kernel.name, " does not ", what,
+                    "; name the kernel that config.py picks for this call");
+  };
+  if (kernel.b_major != problem.b_major) mismatch("read b in this b_major");
+  if (kernel.d_element != problem.d_element) mismatch("write d in this dtype");
+  if (kernel.Takes(PTR_MAPS) != (problem.weights != Weights::kDense)) {
+    mismatch("take weights in this form");
+  }
+  if (problem.alpha != 0 && !kernel.Takes(PTR_ALPHA)) mismatch("scale by alpha");
+  if (problem.prob != 0 && !kernel.Takes(PTR_PROB)) mismatch("scale by prob");
+}
+
+void CheckProblem(const Problem& problem) {
+  CheckExtent("m", problem.m, 1);
+  CheckExtent("n", problem.n, 8);
+  CheckExtent("k", problem.k, 8);
+  CheckExtent("l", problem.l, 1);
+  CheckAddress("a", problem.a, 16);
+  CheckAddress("offsets", problem.offsets, 4);
+  if (problem.alpha != 0) CheckAddress("alpha", problem.alpha, 4);
+  if (problem.prob != 0) CheckAddress("prob", problem.prob, 4);
+  CheckAddress("d", problem.d, 16);
+  switch (problem.weights) {
+    case Weights::kDense:
+      CheckAddress("b", problem.b, 16);
+      break;
+    case Weights::kPointers:
+      CheckAddress("b_ptrs", problem.b, 8);
+      CheckAddress("scratch", problem.scratch, 64);
+      break;
+    case Weights::kTuple:
+      for (int64_t i = 0; i < problem.l; ++i) {
+        CheckAddress("each of b's arrays", problem.weight_addresses[i], 16);
+      }
+      CheckAddress("scratch", problem.scratch, 64);
+      break;
+  }
+}
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// One CTA per tile would depend on the offsets, which only the device knows: persistent CTAs, no
+// more of them than there can be tiles.
+int64_t Clusters(const Kernel& kernel, const Problem& problem, int max_clusters) {
+  const int64_t rows = int64_t{kernel.tile.m} * kernel.cluster.m;
+  const int64_t columns = int64_t{kernel.tile.n} * kernel.cluster.n;
+  const int64_t tiles = (CeilDiv(problem.m, rows) + problem.l + 1) * CeilDiv(problem.n, columns);
+  return std::min<int64_t>(tiles, max_clusters);
+}
+
+void Enqueue(const Driver& driver, const Kernel& kernel, int64_t clusters,
+             const FieldValues& values, CUstream stream, Where where) {
+  where.kernel = &kernel;
+  const LoadedKernel& loaded = Modules().Get(where);
+  Parameters parameters(kernel, values);
+  const LaunchConfig launch(kernel, clusters, stream);
+  Check(driver,
+        driver.cuLaunchKernelEx_(&launch.config, loaded.function, parameters.pointers(), nullptr),
+        "cuLaunchKernelEx", where);
+}
+
+// Writes the L tensor maps of B to scratch, ahead of the forward kernel on the same stream.
+void EnqueuePrologue(const Driver& driver, const Problem& problem, const FieldValues& call_values,
+                     CUstream stream, const Where& where) {
+  const Kernel& prologue = Prologue(problem.weights, where);
+  const int64_t batch = problem.weights == Weights::kTuple
+                            ? static_cast<int64_t>(prologue.AddressCount())
+                            : problem.l;
+  FieldValues values = call_values;
+  for (int64_t first = 0; first < problem.l; first += batch) {
+    const int64_t count = std::min(batch, problem.l - first);
+    values.first = static_cast<int32_t>(first);
+    values.count = static_cast<int32_t>(count);
+    if (problem.weights == Weights::kTuple) values.addresses = problem.weight_addresses + first;
+    Enqueue(driver, prologue, CeilDiv(count, prologue.threads), values, stream, where);
+  }
+}
+
+FieldValues Values(const Driver& driver, const Problem& problem, const Where& where) {
+  const Kernel& kernel = *where.kernel;
+  FieldValues values;
+  values.map_a = Encode(driver, ViewA(problem), *kernel.FindMap(MAP_A), where);
+  values.map_b = Encode(driver, ViewB(problem), *kernel.FindMap(MAP_B), where);
+  if (const MapSpec* map_d = kernel.FindMap(MAP_D)) {
+    const uint32_t box_rows = map_d->box[1];
+    if (problem.m > kExtentLimit - box_rows) {
+      InvalidArgument("m must be at most ", kExtentLimit - box_rows, "; got ", problem.m,
+                      "; split the operand");
+    }
+    values.map_d = Encode(driver, ViewRaggedD(problem, box_rows), *map_d, where);
+    values.d_rows = static_cast<int32_t>(problem.m + box_rows);
+  }
+  values.maps = problem.scratch;
+  values.pointers = problem.b;
+  values.offsets = problem.offsets;
+  values.alpha = problem.alpha;
+  values.prob = problem.prob;
+  values.m = static_cast<int32_t>(problem.m);
+  values.n = static_cast<int32_t>(problem.n);
+  values.k = static_cast<int32_t>(problem.k);
+  values.l = static_cast<int32_t>(problem.l);
+  return values;
+}
+
+}  // namespace
+
+ForwardKernels FindForwardKernels(std::string_view sm90, std::string_view sm100) {
+  return {FindForward(sm90, 90), FindForward(sm100, 100)};
+}
+
+void LoadForward(const ForwardKernels& kernels, Weights weights, CUstream stream) {
+  const Driver& driver = GetDriver();
+  Where where{kernels};
+  const ContextScope scope(driver, stream, where);
+  where.device = &Modules().DeviceOf(driver, scope, where);
+  where.kernel = &kernels.For(*where.device);
+  Modules().Load(driver, where);
+  if (weights != Weights::kDense) {
+    where.kernel = &Prologue(weights, where);
+    Modules().Load(driver, where);
+  }
+}
+
+void LaunchForward(const ForwardKernels& kernels, const Problem& problem, CUstream stream) {
+  if (problem.m == 0 || problem.n == 0) return;  // D has no elements
+  CheckProblem(problem);
+  const Driver& driver = GetDriver();
+  Where where{kernels};
+  const ContextScope scope(driver, stream, where);
+  where.device = &Modules().DeviceOf(driver, scope, where);
+  const Kernel& kernel = kernels.For(*where.device);
+  where.kernel = &kernel;
+  CheckKernel(kernel, problem);
+  const int max_clusters = Modules().Get(where).max_clusters;
+
+  const FieldValues values = Values(driver, problem, where);
+  if (problem.weights != Weights::kDense) {
+    EnqueuePrologue(driver, problem, values, stream, where);
+  }
+  Enqueue(driver, kernel, Clusters(kernel, problem, max_clusters), values, stream, where);
+
+  if (counting.load(std::memory_order_relaxed)) {
+    launches += 1;
+    captured += IsCapturing(driver, stream, where);
+  }
+}
+
+bool IsCapturing(const Driver& driver, CUstream stream, const Where& where) {
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  Check(driver, driver.cuStreamIsCapturing_(stream, &status), "cuStreamIsCapturing", where);
+  return status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+void CountLaunches(bool on) {
+  counting = on;
+  launches = 0;
+  captured = 0;
+}
+
+LaunchCounts GetLaunchCounts() { return {launches, captured}; }
+
+}  // namespace jgg

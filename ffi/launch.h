@@ -1,0 +1,35 @@
+// The core that both borders share: load a call's kernels, launch a call.
+
+#ifndef JGG_LAUNCH_H_
+#define JGG_LAUNCH_H_
+
+#include <cstdint>
+#include <string_view>
+
+#include "device.h"
+#include "problem.h"
+
+namespace jgg {
+
+// The forward kernels of a call by name; an error names the one that this build lacks.
+ForwardKernels FindForwardKernels(std::string_view sm90, std::string_view sm100);
+
+// Loads what a call needs on the stream's device. Not while the stream is capturing.
+void LoadForward(const ForwardKernels& kernels, Weights weights, CUstream stream);
+
+// Enqueues one call. Safe under stream capture: it never loads, allocates, copies or waits.
+void LaunchForward(const ForwardKernels& kernels, const Problem& problem, CUstream stream);
+
+bool IsCapturing(const Driver& driver, CUstream stream, const Where& where);
+
+// Test hook: while on, counts forward calls that were launched, and those launched under capture.
+struct LaunchCounts {
+  int64_t launches = 0;
+  int64_t captured = 0;
+};
+void CountLaunches(bool on);  // also resets the counts
+LaunchCounts GetLaunchCounts();
+
+}  // namespace jgg
+
+#endif  // JGG_LAUNCH_H_

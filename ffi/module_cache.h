@@ -1,0 +1,48 @@
+// Kernels loaded per CUDA context. Loading happens in an early stage of a call, never in execute.
+
+#ifndef JGG_MODULE_CACHE_H_
+#define JGG_MODULE_CACHE_H_
+
+#include <map>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "device.h"
+#include "kernel_table.h"
+
+namespace jgg {
+
+struct LoadedKernel {
+  CUmodule module = nullptr;
+  CUfunction function = nullptr;
+  int max_clusters = 0;  // that the device holds at once; forward kernels only
+};
+
+// Thread-safe. Entries live as long as the process: references stay valid.
+class ModuleCache {
+ public:
+  const Device& DeviceOf(const Driver& driver, const ContextScope& scope, const Where& where);
+
+  // Loads where.kernel into the current context, that of where.device, unless it is there already.
+  const LoadedKernel& Load(const Driver& driver, const Where& where);
+
+  // where.kernel on where.device; an error if it isn't loaded.
+  const LoadedKernel& Get(const Where& where) const;
+
+ private:
+  struct Context {
+    Device device;
+    std::unordered_map<const Kernel*, LoadedKernel> kernels;
+  };
+
+  const LoadedKernel* Find(const Where& where) const;
+
+  mutable std::shared_mutex mutex_;
+  std::map<uint64_t, Context> contexts_;  // by context id
+};
+
+ModuleCache& Modules();
+
+}  // namespace jgg
+
+#endif  // JGG_MODULE_CACHE_H_

@@ -1,0 +1,39 @@
+// A kernel's parameter buffer, filled field by field as the table says.
+
+#ifndef JGG_PARAMETERS_H_
+#define JGG_PARAMETERS_H_
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "kernel_table.h"
+#include "problem.h"
+
+namespace jgg {
+
+// The value of every field; a kernel takes those that it lists.
+struct FieldValues {
+  CUtensorMap map_a = {}, map_b = {}, map_d = {};
+  Address maps = 0, pointers = 0, offsets = 0, alpha = 0, prob = 0;
+  int32_t m = 0, n = 0, k = 0, l = 0, d_rows = 0;
+  int32_t first = 0, count = 0;
+  const Address* addresses = nullptr;  // `count` of them; ADDRESS_i past it are zero
+};
+
+class Parameters {
+ public:
+  Parameters(const Kernel& kernel, const FieldValues& values);
+
+  // As cuLaunchKernelEx takes them: the address of each parameter.
+  void** pointers() { return pointers_.data(); }
+
+ private:
+  std::vector<unsigned char> bytes_;
+  std::vector<void*> pointers_;
+};
+
+}  // namespace jgg
+
+#endif  // JGG_PARAMETERS_H_

@@ -1,0 +1,79 @@
+#include "tensor_map.h"
+
+#include "error.h"
+
+namespace jgg {
+namespace {
+
+CUtensorMapDataType DataType(Element element) {
+  switch (element) {
+    case F16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case F32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  }
+}
+
+CUtensorMapSwizzle Swizzle(uint32_t bytes) {
+  switch (bytes) {
+    case 32:
+      return CU_TENSOR_MAP_SWIZZLE_32B;
+    case 64:
+      return CU_TENSOR_MAP_SWIZZLE_64B;
+    case 128:
+      return CU_TENSOR_MAP_SWIZZLE_128B;
+    default:
+      return CU_TENSOR_MAP_SWIZZLE_NONE;
+  }
+}
+
+uint64_t U(int64_t extent) { return static_cast<uint64_t>(extent); }
+
+}  // namespace
+
+TensorView ViewA(const Problem& p) { return {"a", p.a, 2, {U(p.k), U(p.m)}, {U(p.k) * 2}}; }
+
+TensorView ViewB(const Problem& p) {
+  const bool dense = p.weights == Weights::kDense;
+  const uint64_t inner = U(p.b_major == K_MAJOR ? p.k : p.n);
+  const uint64_t outer = U(p.b_major == K_MAJOR ? p.n : p.k);
+  return {"b",
+          dense ? p.b : p.a,
+          3,
+          {inner, outer, dense ? U(p.l) : 1},
+          {inner * 2, inner * outer * 2}};
+}
+
+TensorView ViewRaggedD(const Problem& p, uint32_t box_rows) {
+  const uint64_t row_bytes = U(p.n) * ElementBytes(p.d_element);
+  return {"d",
+          p.d - box_rows * row_bytes,
+          3,
+          {U(p.n), box_rows, U(p.m) + box_rows},
+          {row_bytes, row_bytes}};
+}
+
+CUtensorMap Encode(const Driver& driver, const TensorView& view, const MapSpec& spec,
+                   const Where& where) {
+  constexpr uint64_t kStrideLimit = uint64_t{1} << 40;
+  for (uint32_t i = 0; i + 1 < view.rank; ++i) {
+    if (view.strides[i] >= kStrideLimit) {
+      InvalidArgument(view.name, ": the copy engine needs strides below 2^40 bytes; got ",
+                      view.strides[i], "; split n or k");
+    }
+  }
+  constexpr uint32_t kElementStrides[5] = {1, 1, 1, 1, 1};
+  CUtensorMap map = {};
+  Check(driver,
+        driver.cuTensorMapEncodeTiled_(
+            &map, DataType(spec.element), view.rank, reinterpret_cast<void*>(view.base), view.dims,
+            view.strides, spec.box, kElementStrides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+            Swizzle(spec.swizzle_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+        "cuTensorMapEncodeTiled", where);
+  return map;
+}
+
+}  // namespace jgg

@@ -1,0 +1,37 @@
+// Tensor maps of the operands: views of them that the copy engine understands.
+
+#ifndef JGG_TENSOR_MAP_H_
+#define JGG_TENSOR_MAP_H_
+
+#include <cstdint>
+
+#include "device.h"
+#include "problem.h"
+
+namespace jgg {
+
+// A strided view, innermost dimension first. The innermost stride is one element.
+struct TensorView {
+  const char* name;  // for errors
+  Address base;
+  uint32_t rank;
+  uint64_t dims[5];
+  uint64_t strides[4];  // bytes, of dimensions 1...
+};
+
+TensorView ViewA(const Problem& problem);
+
+// All experts of dense weights, or the template for one expert: the base is then replaced on the
+// device, and A's address stands in for it.
+TensorView ViewB(const Problem& problem);
+
+// D with an additional dimension of `box_rows`, so that a box can be cut off at any row. See
+// "Ragged store" in docs/architecture.md.
+TensorView ViewRaggedD(const Problem& problem, uint32_t box_rows);
+
+CUtensorMap Encode(const Driver& driver, const TensorView& view, const MapSpec& spec,
+                   const Where& where);
+
+}  // namespace jgg
+
+#endif  // JGG_TENSOR_MAP_H_
