@@ -1,0 +1,168 @@
+"""What is compiled: one `Kernel` per cubin. Knows names and sources, imports the DSL only to compile."""
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.metadata
+import os
+import pathlib
+import re
+
+from .. import config
+
+PACKAGE = pathlib.Path(__file__).parent.parent
+# One cubin for every Hopper; the family target covers B200 (10.0) and B300 (10.3).
+TARGETS = {90: "sm_90a", 100: "sm_100f"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """kind: "forward" with its variant, or "maps_from_memory", "maps_by_value"."""
+
+    arch: int
+    kind: str
+    variant: config.Variant | None = None
+
+    @property
+    def name(self):
+        if self.variant:
+            return self.variant.name
+        return config.prologue_name(self.arch, "memory" if self.kind == "maps_from_memory" else "value")
+
+    def key(self):
+        """Hash of everything the compiled kernel depends on."""
+        modules = ["operands", "tensor_maps"]
+        if self.variant:
+            modules += ["scheduler", "epilogue", f"gemm_sm{self.arch}"]
+        sources = [PACKAGE / "kernels" / f"{module}.py" for module in modules] + [pathlib.Path(__file__)]
+        digest = hashlib.sha256(f"{self} {TARGETS[self.arch]} {dsl_version()}".encode())
+        for source in sources:
+            digest.update(source.read_bytes())
+        return digest.hexdigest()
+
+
+def dsl_version():
+    return importlib.metadata.version("nvidia-cutlass-dsl")
+
+
+def all_kernels():
+    kernels = []
+    for arch in config.TILES:
+        kernels += [Kernel(arch, "maps_from_memory"), Kernel(arch, "maps_by_value")]
+        kernels += [Kernel(arch, "forward", variant) for variant in config.variants(arch)]
+    return kernels
+
+
+def prepare_process(arch, scratch):
+    """The DSL reads its settings once, at import: a process compiles for one architecture only."""
+    os.environ["CUTE_DSL_ARCH"] = TARGETS[arch]
+    os.environ["CUTE_DSL_KEEP"] = "ptx,cubin"
+    os.environ["CUTE_DSL_DUMP_DIR"] = str(scratch)
+
+
+def compile_kernel(kernel):
+    """(cubin, PTX, facts), in a process prepared for its architecture."""
+    program, compiled = _trace(kernel)
+    cubin, ptx = compiled.__cubin__, compiled.__ptx__
+    symbol, parameters = parse_entry(ptx)
+    facts = {
+        "name": kernel.name,
+        "arch": kernel.arch,
+        "target": TARGETS[kernel.arch],
+        "kind": kernel.kind,
+        "symbol": symbol,
+        "threads": program.threads,
+        "smem_bytes": program.shared_bytes,
+        "param_bytes": parameters[-1][0] + parameters[-1][1],
+        "params": parameters,
+        "fields": place_fields(kernel.name, program.fields(), parameters),
+        "cubin_bytes": len(cubin),
+        "sha256": hashlib.sha256(cubin).hexdigest(),
+        "ptx_sha256": hashlib.sha256(ptx.encode()).hexdigest(),
+    }
+    if kernel.variant:
+        tile = kernel.variant.tile
+        facts |= {
+            "tile": [tile.m, tile.n],
+            "cluster": [tile.cluster_m, tile.cluster_n],
+            "b_major": kernel.variant.b_major,
+            "d_dtype": kernel.variant.d_dtype,
+            "maps": {field: list(box) for field, box in program.boxes().items()},
+        }
+    return cubin, ptx, facts
+
+
+def _trace(kernel):
+    """(kernel object, compiled function), with example arguments of which only the types matter."""
+    import cutlass.cute as cute
+    from cutlass import BFloat16, Float32, Int32, Int64
+    from cutlass.cute.runtime import make_fake_stream, make_ptr
+
+    def pointer(dtype, align):
+        return make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
+
+    if kernel.variant:
+        from ..kernels import operands
+
+        module = importlib.import_module(f"..kernels.gemm_sm{kernel.arch}", __package__)
+        program = module.GroupedGemm(kernel.variant)
+        d_dtype = operands.DTYPES[kernel.variant.d_dtype]
+        arguments = [
+            *(pointer(BFloat16, 16), pointer(BFloat16, 16), pointer(d_dtype, 16)),
+            *(pointer(Int64, 128), pointer(Int32, 4), pointer(Float32, 4), pointer(Float32, 4)),
+            *(Int32(1), Int32(8), Int32(8), Int32(1), Int32(1)),
+        ]
+    else:
+        from ..kernels import tensor_maps
+
+        program = tensor_maps.WriteMaps(from_memory=kernel.kind == "maps_from_memory")
+        addresses = pointer(Int64, 8) if program.from_memory else (Int64(0),) * tensor_maps.ADDRESSES
+        arguments = [(Int64(0),) * tensor_maps.WORDS, pointer(Int64, 128), addresses, Int32(0), Int32(1)]
+    return program, cute.compile(program, *arguments, make_fake_stream())
+
+
+def parse_entry(ptx):
+    """(symbol, [[offset, bytes] of every parameter]) from the one .entry of a PTX module."""
+    ((symbol, declarations),) = re.findall(r"\.entry\s+(\S+)\s*\((.*?)\n\)", ptx, re.DOTALL)
+    parameters, end = [], 0
+    for declaration in declarations.splitlines():
+        if not declaration.strip():
+            continue
+        array = re.search(r"\.param \.align (\d+) \.b8 \S+\[(\d+)\]", declaration)
+        scalar = re.search(r"\.param \.[usbf](\d+) ", declaration)
+        if array:
+            align, size = int(array[1]), int(array[2])
+        elif scalar:
+            align = size = int(scalar[1]) // 8
+        else:
+            raise ValueError(f"unknown kernel parameter in the PTX: {declaration}")
+        offset = -(-end // align) * align
+        parameters.append([offset, size])
+        end = offset + size
+    return symbol, parameters
+
+
+def field_bytes(field):
+    if field.startswith("MAP_"):
+        return 128
+    return 8 if field.startswith(("PTR_", "ADDRESS_")) else 4
+
+
+def place_fields(name, fields, parameters):
+    """[field, offset, bytes] of every field; the declared fields must fill the compiled parameters exactly."""
+    if len(fields) != len(parameters):
+        raise ValueError(f"{name} declares {len(fields)} parameters, its PTX has {len(parameters)}: {parameters}")
+    placed = []
+    for declared, (offset, _) in zip(fields, parameters, strict=True):
+        for field in declared:
+            placed.append([field, offset, field_bytes(field)])
+            offset += field_bytes(field)
+    covered = sorted((offset, offset + size) for _, offset, size in placed)
+    wanted = sorted((offset, offset + size) for offset, size in parameters)
+    if _bytes(covered) != _bytes(wanted):
+        raise ValueError(f"{name}: fields {placed} do not fill the parameters {parameters}")
+    return placed
+
+
+def _bytes(ranges):
+    return {byte for begin, end in ranges for byte in range(begin, end)}

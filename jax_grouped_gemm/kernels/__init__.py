@@ -1,0 +1,1 @@
+"""CuTe DSL kernels. Imported at build time only: nothing at run time imports this package."""

@@ -1,0 +1,67 @@
+"""Tensors over the caller's buffers, as the host side of a kernel sees them.
+
+The library encodes the same tensor maps in C++ (`ffi/tensor_map.cc`); a test runs the host code generated from this file and compares both, byte for byte.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int64
+
+DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
+
+
+def extents(m, n, k):
+    """K and N as multiples of 8: rows of 16 bytes for the copy engine."""
+    return m, cute.assume(n, divby=8), cute.assume(k, divby=8)
+
+
+def rows_of_a(pointer, m, k):
+    """A (M, K), row-major."""
+    return cute.make_tensor(pointer, cute.make_layout((m, k), stride=(Int64(k), 1)))
+
+
+def experts_of_b(pointer, n, k, l, b_major):
+    """B (N, K, L): the bytes of (L, N, K) for b_major "k", of (L, K, N) for "n"."""
+    if cutlass.const_expr(b_major == "k"):
+        stride = (Int64(k), 1, Int64(n) * k)
+    else:
+        stride = (1, Int64(n), Int64(n) * k)
+    return cute.make_tensor(pointer, cute.make_layout((n, k, l), stride=stride))
+
+
+def ragged_rows_of_d(pointer, m, n, box_rows):
+    """D as (box_rows, N, M + box_rows): the row of element (x, c, y) is x + y - box_rows.
+
+    Rows are spelled twice, so that a store of box_rows rows can be cut at a row of its choice: see `epilogue.ragged_row`.
+    """
+    base = cute.make_tensor(pointer, cute.make_layout((m, n), stride=(Int64(n), 1)))
+    shifted = cute.domain_offset((-box_rows, 0), base)
+    layout = cute.make_layout((box_rows, n, m + box_rows), stride=(Int64(n), 1, Int64(n)))
+    return cute.make_tensor(shifted.iterator, layout)
+
+
+def forward_fields(weights):
+    """Fields of every parameter of a forward kernel, in order: tensor maps with the dynamic extents of their tensors, pointers, extents."""
+    experts = "DIM_L" if weights == "dense" else "DIM_ONE"
+    return [
+        ["MAP_A"],
+        ["DIM_M", "DIM_K"],
+        ["MAP_B"],
+        ["DIM_N", "DIM_K", experts],
+        ["MAP_D"],
+        ["DIM_N", "DIM_D_ROWS"],
+        ["PTR_MAPS"],
+        ["PTR_OFFSETS"],
+        ["PTR_ALPHA"],
+        ["PTR_PROB"],
+        ["DIM_M"],
+        ["DIM_N"],
+        ["DIM_K"],
+        ["DIM_L"],
+    ]
+
+
+def map_boxes(tile, b_major, slab):
+    """Box of each tensor map, innermost dimension first: what one CTA loads or stores by one copy. Swizzle is 128 bytes."""
+    b_box = (tile.k, tile.n // tile.cluster_m, 1) if b_major == "k" else (64, tile.k // tile.cluster_m, 1)
+    return {"MAP_A": (tile.k, tile.m // tile.cluster_n), "MAP_B": b_box, "MAP_D": (slab[1], slab[0], 1)}
