@@ -61,8 +61,8 @@ $(HEADERS)/.ready: pyproject.toml .ci/requirements.py | $(SETUP)
 
 $(BUILD)/build.ninja: $(HEADERS)/.ready
 	@$(say) "build: configure"
-	@cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$$($(RUN) -c 'import sys; print(sys.executable)')" \
-	    -DJGG_XLA_FFI_INCLUDE=$(abspath $(HEADERS)/include) -DBUILD_TESTING=ON
+	@cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE="$$($(RUN) -c 'import sys; print(sys.executable)')" \
+	    -DJGG_XLA_FFI_INCLUDE=$(abspath $(HEADERS)/include) -DJGG_BUILD_TESTS=ON
 
 # Ninja and the kernel build know what is stale; a second run takes a moment.
 build: setup $(BUILD)/build.ninja ## compile every kernel and the FFI library into jax_grouped_gemm/_data

@@ -58,7 +58,7 @@ def _ours(inputs):
     from jax_grouped_gemm import grouped_gemm
 
     # On a GPU only the kernels count: never time the reference in their name.
-    implementation = "cutedsl" if jax.default_backend() == "gpu" else None
+    implementation = "cutedsl" if inputs.a[0].device.platform == "gpu" else None
     function = jax.jit(functools.partial(grouped_gemm, implementation=implementation))
     compiled = function.lower(inputs.a[0], inputs.b[0], inputs.ends).compile()
     pairs = list(zip(inputs.a, inputs.b, strict=True))

@@ -26,9 +26,9 @@ class Arm:
 
 
 def calibrate(arm: Arm, rounds: int, burst_seconds: float = 0.02, slow_seconds: float = 0.02) -> None:
-    """Chooses calls per burst from two warm calls. A slow arm gets few rounds: it needs no precision."""
-    arm.burst(2)
-    once = arm.burst(2)
+    """Chooses calls per burst from a few warm calls. A slow arm gets few rounds: it needs no precision."""
+    arm.burst(3)
+    once = min(arm.burst(3) for _ in range(2))
     arm.calls = max(1, min(500, round(burst_seconds / once)))
     arm.rounds = rounds if once < slow_seconds else min(rounds, 3)
 

@@ -81,7 +81,7 @@ def experts_ragged_dot(params, rows, group_sizes, prob):
     gate, value = jnp.split(up.astype(jnp.float32), 2, axis=-1)
     hidden = (jax.nn.silu(gate) * value).astype(rows.dtype)
     out = jax.lax.ragged_dot(hidden, params.down, group_sizes)
-    return (prob[:, None] * out).astype(rows.dtype)
+    return (prob[:, None] * out.astype(jnp.float32)).astype(rows.dtype)
 
 
 # --- Data, oracle, timing --------------------------------------------------------------------------------------------

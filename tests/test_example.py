@@ -1,8 +1,11 @@
 """The example runs at a tiny size, checks itself, and can fail."""
 
 import importlib.util
+import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 PATH = Path(__file__).parent.parent / "examples" / "moe_layer.py"
@@ -44,3 +47,18 @@ def test_text_repeats_when_it_runs_out(example):
     length = len("\n".join(pydoc_data.topics.topics.values()).encode())
     tokens = example.text_tokens(length + 10)
     assert (tokens[:10] == tokens[length:]).all()
+
+
+def test_the_readme_example_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", (PATH.parent.parent / "README.md").read_text(), re.DOTALL)
+    names = {}
+    exec(code, names)
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows, up, down = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, [(10, 16), (3, 16, 32), (3, 32, 16)], strict=True)
+    )
+    out = names["experts"](rows, jnp.array([4, 0, 5]), up, down, jnp.full(10, 0.5))
+    assert out.shape == (10, 16)
+    assert jnp.abs(out[:9]).max() > 0
+    assert not out[9].any()
