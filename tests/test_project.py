@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -35,6 +36,14 @@ def test_version_is_written_once():
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
     for name in ("pyproject.toml", "CMakeLists.txt", "jax_grouped_gemm/info.py"):
         assert f'"{version}"' not in (ROOT / name).read_text(), name
+
+
+def test_built_on_the_headers_of_the_oldest_jax():
+    (oldest,) = re.findall(r'"jax>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    done = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "requirements.py", "headers"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"jaxlib=={oldest}\n"
 
 
 def test_readme_links_resolve():
