@@ -232,14 +232,16 @@ def main(argv=None):
         except jax.errors.JaxRuntimeError as failure:  # most likely out of memory
             note = f"jax.lax.ragged_dot failed: {str(failure).splitlines()[0]}"
 
-    print(f"\n{'':20}{'layer':>12}{'products':>12}{'TFLOP/s':>10}{'temporary':>12}{'error':>10}")
+    print(f"\n{'':20}{'layer':>12}{'experts':>12}{'TFLOP/s':>10}{'temporary':>12}{'error':>10}")
     for name, figures, value in table:
         temporary = "-" if figures["temporary"] is None else f"{figures['temporary'] / 2**20:.1f} MiB"
         print(
             f"{name:20}{figures['layer'] * 1e3:>9.3f} ms{figures['experts'] * 1e3:>9.3f} ms"
             f"{flops / figures['experts'] / 1e12:>10.4g}{temporary:>12}{value:>10.2e}"
         )
-    print("\nlayer: the whole jitted layer. products: both grouped products and the activation between them.")
+    print(
+        "\nlayer: the whole jitted layer. experts: both grouped products and the activation between them; TFLOP/s of these."
+    )
     print("temporary: peak temporary memory of the layer. error: worst token against float64, relative.")
     if note:
         print(note)
