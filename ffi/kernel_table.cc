@@ -106,8 +106,8 @@ std::string Inconsistency(const Kernel& kernel) {
     expect_map(MAP_A, 2);
     expect_map(MAP_B, 3);
     if (kernel.Takes(MAP_D)) expect_map(MAP_D, 3);
-    if (kernel.Takes(MAP_B) == kernel.Takes(PTR_MAPS)) {
-      problem << "takes either MAP_B or PTR_MAPS";
+    if (!kernel.Takes(MAP_B) && !kernel.Takes(PTR_MAPS)) {
+      problem << "takes neither MAP_B nor PTR_MAPS";
     }
     if (kernel.tile.m < 1 || kernel.tile.n < 1 || kernel.cluster.m < 1 || kernel.cluster.n < 1) {
       problem << "tile and cluster must be positive";

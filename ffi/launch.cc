@@ -93,6 +93,9 @@ void CheckProblem(const Problem& problem) {
       CheckAddress("scratch", problem.scratch, 64);
       break;
     case Weights::kTuple:
+      if (problem.weight_addresses == nullptr) {
+        InvalidArgument("b must have ", problem.l, " weight addresses; got none; pass them");
+      }
       for (int64_t i = 0; i < problem.l; ++i) {
         CheckAddress("each of b's arrays", problem.weight_addresses[i], 16);
       }
@@ -166,6 +169,12 @@ FieldValues Values(const Driver& driver, const Problem& problem, const Where& wh
   return values;
 }
 
+bool IsCapturing(const Driver& driver, CUstream stream, const Where& where) {
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  Check(driver, driver.cuStreamIsCapturing_(stream, &status), "cuStreamIsCapturing", where);
+  return status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
 }  // namespace
 
 ForwardKernels FindForwardKernels(std::string_view sm90, std::string_view sm100) {
@@ -177,12 +186,17 @@ void LoadForward(const ForwardKernels& kernels, Weights weights, CUstream stream
   Where where{kernels};
   const ContextScope scope(driver, stream, where);
   where.device = &Modules().DeviceOf(driver, scope, where);
-  where.kernel = &kernels.For(*where.device);
-  Modules().Load(driver, where);
-  if (weights != Weights::kDense) {
-    where.kernel = &Prologue(weights, where);
+  auto load = [&](const Kernel& kernel) {
+    where.kernel = &kernel;
+    if (Modules().Find(where) != nullptr) return;
+    if (IsCapturing(driver, stream, where)) {
+      FailedPrecondition("kernels cannot be loaded while the stream is being captured; ",
+                         where.Describe(), "; make the call once before the capture");
+    }
     Modules().Load(driver, where);
-  }
+  };
+  load(kernels.For(*where.device));
+  if (weights != Weights::kDense) load(Prologue(weights, where));
 }
 
 void LaunchForward(const ForwardKernels& kernels, const Problem& problem, CUstream stream) {
@@ -207,12 +221,6 @@ void LaunchForward(const ForwardKernels& kernels, const Problem& problem, CUstre
     launches += 1;
     captured += IsCapturing(driver, stream, where);
   }
-}
-
-bool IsCapturing(const Driver& driver, CUstream stream, const Where& where) {
-  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-  Check(driver, driver.cuStreamIsCapturing_(stream, &status), "cuStreamIsCapturing", where);
-  return status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
 void CountLaunches(bool on) {

@@ -14,13 +14,11 @@ namespace jgg {
 // The forward kernels of a call by name; an error names the one that this build lacks.
 ForwardKernels FindForwardKernels(std::string_view sm90, std::string_view sm100);
 
-// Loads what a call needs on the stream's device. Not while the stream is capturing.
+// Loads what a call needs on the stream's device; an error if that would be under stream capture.
 void LoadForward(const ForwardKernels& kernels, Weights weights, CUstream stream);
 
 // Enqueues one call. Safe under stream capture: it never loads, allocates, copies or waits.
 void LaunchForward(const ForwardKernels& kernels, const Problem& problem, CUstream stream);
-
-bool IsCapturing(const Driver& driver, CUstream stream, const Where& where);
 
 // Test hook: while on, counts forward calls that were launched, and those launched under capture.
 struct LaunchCounts {

@@ -100,9 +100,9 @@ const LoadedKernel* ModuleCache::Find(const Where& where) const {
   return found == kernels.end() ? nullptr : &found->second;
 }
 
-const LoadedKernel& ModuleCache::Load(const Driver& driver, const Where& where) {
+void ModuleCache::Load(const Driver& driver, const Where& where) {
   const Kernel& kernel = *where.kernel;
-  if (const LoadedKernel* loaded = Find(where)) return *loaded;
+  if (Find(where) != nullptr) return;
   if (std::string problem = Inconsistency(kernel); !problem.empty()) {
     FailedPrecondition("the kernel table contradicts itself: ", problem, "; ", where.Describe(),
                        "; rebuild the library");
@@ -133,12 +133,11 @@ const LoadedKernel& ModuleCache::Load(const Driver& driver, const Where& where) 
   }
 
   std::unique_lock lock(mutex_);
-  auto [entry, inserted] =
-      contexts_.at(where.device->context_id).kernels.try_emplace(&kernel, loaded);
+  const bool inserted =
+      contexts_.at(where.device->context_id).kernels.try_emplace(&kernel, loaded).second;
   lock.unlock();
-  // Another thread may have been first; its module stays and the guard unloads this one.
+  // Another thread may have been first: its module stays, and the guard unloads this one.
   if (inserted) guard.Release();
-  return entry->second;
 }
 
 ModuleCache& Modules() {

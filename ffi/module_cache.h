@@ -24,9 +24,12 @@ class ModuleCache {
   const Device& DeviceOf(const Driver& driver, const ContextScope& scope, const Where& where);
 
   // Loads where.kernel into the current context, that of where.device, unless it is there already.
-  const LoadedKernel& Load(const Driver& driver, const Where& where);
+  void Load(const Driver& driver, const Where& where);
 
-  // where.kernel on where.device; an error if it isn't loaded.
+  // where.kernel on where.device; null if it isn't loaded.
+  const LoadedKernel* Find(const Where& where) const;
+
+  // The same; an error if it isn't loaded.
   const LoadedKernel& Get(const Where& where) const;
 
  private:
@@ -34,8 +37,6 @@ class ModuleCache {
     Device device;
     std::unordered_map<const Kernel*, LoadedKernel> kernels;
   };
-
-  const LoadedKernel* Find(const Where& where) const;
 
   mutable std::shared_mutex mutex_;
   std::map<uint64_t, Context> contexts_;  // by context id

@@ -1,0 +1,41 @@
+// A stand-in for XLA's side of the FFI: builds call frames and takes errors.
+
+#ifndef JGG_TESTS_FAKE_XLA_H_
+#define JGG_TESTS_FAKE_XLA_H_
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "xla/ffi/api/c_api.h"
+
+namespace jgg {
+
+struct FakeBuffer {
+  XLA_FFI_DataType dtype;
+  std::vector<int64_t> dims;
+  uint64_t address;
+};
+
+using FakeAttribute = std::variant<std::string, bool, int64_t>;
+
+struct FakeCall {
+  CUstream stream = nullptr;
+  std::vector<FakeBuffer> args, rets;
+  std::map<std::string, FakeAttribute> attributes;  // sorted, as XLA passes them
+};
+
+// Runs a handler. Its error's text, prefixed by its code ("3: ..."), or "" on success.
+std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, FakeCall call);
+
+// The handler's traits and API version, read as XLA reads them at registration.
+XLA_FFI_Metadata MetadataOf(XLA_FFI_Handler* handler);
+
+}  // namespace jgg
+
+#endif  // JGG_TESTS_FAKE_XLA_H_

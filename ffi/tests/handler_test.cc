@@ -1,0 +1,254 @@
+// The custom call as XLA makes it: stages, operands, attributes, traits.
+
+#include "c_api.h"
+#include "check.h"
+#include "fake_driver.h"
+#include "fake_xla.h"
+#include "problems.h"
+
+namespace jgg {
+namespace {
+
+constexpr auto kInstantiate = XLA_FFI_ExecutionStage_INSTANTIATE;
+constexpr auto kInitialize = XLA_FFI_ExecutionStage_INITIALIZE;
+constexpr auto kExecute = XLA_FFI_ExecutionStage_EXECUTE;
+constexpr auto kBf16 = XLA_FFI_DataType_BF16, kF16 = XLA_FFI_DataType_F16;
+constexpr auto kF32 = XLA_FFI_DataType_F32, kS32 = XLA_FFI_DataType_S32;
+constexpr auto kS64 = XLA_FFI_DataType_S64, kU8 = XLA_FFI_DataType_U8;
+
+std::map<std::string, FakeAttribute> Attributes(const char* kernels, const char* weights) {
+  return {{"sm90", std::string("sm90_") + kernels},
+          {"sm100", std::string("sm100_") + kernels},
+          {"weights", std::string(weights)},
+          {"b_major", std::string("k")},
+          {"has_alpha", false},
+          {"has_prob", false},
+          {"n", int64_t{512}},
+          {"build_id", std::string("fake-build")}};
+}
+
+// M = 1000, N = 512, K = 256, L = 3.
+FakeCall DenseCall(CUstream stream) {
+  return {stream,
+          {{kBf16, {1000, 256}, kA}, {kS32, {3}, kOffsets}, {kBf16, {3, 512, 256}, kB}},
+          {{kBf16, {1000, 512}, kD}},
+          Attributes("dense_bk_bf16_plain", "dense")};
+}
+
+FakeCall PointerCall(CUstream stream) {
+  FakeCall call = {stream,
+                   {{kBf16, {1000, 256}, kA},
+                    {kS32, {3}, kOffsets},
+                    {kF32, {3}, kAlpha},
+                    {kF32, {1000}, kProb},
+                    {kS64, {3}, kB}},
+                   {{kF16, {1000, 512}, kD}, {kU8, {384}, kScratch}},
+                   Attributes("pointers_bk_f16_scaled", "pointers")};
+  call.attributes["has_alpha"] = true;
+  call.attributes["has_prob"] = true;
+  return call;
+}
+
+FakeCall TupleCall(CUstream stream) {
+  FakeCall call = PointerCall(stream);
+  call.attributes["weights"] = std::string("tuple");
+  call.args.pop_back();
+  for (int i = 0; i < 3; ++i) call.args.push_back({kBf16, {512, 256}, kB + 0x1000 * i});
+  return call;
+}
+
+// A call before execute has its attributes; operands may be missing or not there yet.
+std::string Initialize(FakeCall call) {
+  call.args.clear();
+  call.rets.clear();
+  return Call(jgg_forward_initialize, kInitialize, call);
+}
+
+TEST(ADenseCallThroughItsStages) {
+  FakeDriver fake;
+  const FakeCall call = DenseCall(fake.AddDevice(9, 0));
+  CHECK_EQ(Call(jgg_forward_instantiate, kInstantiate, call), "");
+  CHECK_EQ(fake.calls.size(), 0u);  // instantiate touches no device
+  CHECK_EQ(Call(jgg_forward_initialize, kInitialize, call), "");
+  CHECK_EQ(fake.loads.size(), 1u);
+  CHECK_EQ(Call(jgg_forward_execute, kExecute, call), "");
+  CHECK_EQ(fake.loads.size(), 1u);
+  const Launched& launch = fake.launched.at(0);
+  CHECK_EQ(launch.stream, call.stream);
+  CHECK_EQ(launch.Value<int32_t>(DIM_M), 1000);
+  CHECK_EQ(launch.Value<int32_t>(DIM_N), 512);
+  CHECK_EQ(launch.Value<int32_t>(DIM_K), 256);
+  CHECK_EQ(launch.Value<int32_t>(DIM_L), 3);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_OFFSETS), kOffsets);
+  CHECK_EQ(fake.MapIn(launch, MAP_A).address, kA);
+  CHECK_EQ(fake.MapIn(launch, MAP_B).address, kB);
+}
+
+TEST(ExecuteUnderCapture) {
+  FakeDriver fake;
+  const FakeCall call = TupleCall(fake.AddDevice(9, 0));
+  CHECK_EQ(Initialize(call), "");
+  fake.capturing.insert(call.stream);
+  CHECK_EQ(Call(jgg_forward_execute, kExecute, call), "");
+  CHECK(fake.illegal_under_capture.empty());
+  CHECK_EQ(fake.launched.size(), 2u);
+}
+
+TEST(NMajor) {
+  FakeDriver fake;
+  FakeCall call = DenseCall(fake.AddDevice(9, 0));
+  call.attributes = Attributes("dense_bn_f32_scaled", "dense");
+  call.attributes["b_major"] = std::string("n");
+  call.args[2].dims = {3, 256, 512};
+  call.rets[0].dtype = kF32;
+  CHECK_EQ(Initialize(call), "");
+  CHECK_EQ(Call(jgg_forward_execute, kExecute, call), "");
+  CHECK_EQ(fake.MapIn(fake.launched.at(0), MAP_B).dims.at(0), 512u);
+}
+
+TEST(PointersAndTuples) {
+  FakeDriver fake;
+  const CUstream stream = fake.AddDevice(9, 0);
+  FakeCall call = PointerCall(stream);
+  CHECK_EQ(Initialize(call), "");
+  CHECK_EQ(Call(jgg_forward_execute, kExecute, call), "");
+  call.args.back() = {kU8, {24}, kB};  // int64 as bytes, where JAX has no int64
+  CHECK_EQ(Call(jgg_forward_execute, kExecute, call), "");
+  call = TupleCall(stream);
+  CHECK_EQ(Initialize(call), "");
+  CHECK_EQ(Call(jgg_forward_execute, kExecute, call), "");
+  CHECK_EQ(fake.launched.size(), 6u);
+  CHECK_EQ(fake.launched.at(2).Value<uint64_t>(PTR_POINTERS), kB);
+  CHECK_EQ(fake.launched.at(3).Value<uint64_t>(PTR_ALPHA), kAlpha);
+  CHECK_EQ(fake.launched.at(3).Value<uint64_t>(PTR_PROB), kProb);
+  CHECK_EQ(fake.launched.at(4).Value<uint64_t>(ADDRESS(2)), kB + 0x2000);
+}
+
+TEST(EmptyResults) {
+  FakeDriver fake;
+  FakeCall call = DenseCall(fake.AddDevice(9, 0));
+  call.args[0] = {kBf16, {0, 256}, 0};
+  call.rets[0] = {kBf16, {0, 512}, 0};
+  CHECK_EQ(Call(jgg_forward_execute, kExecute, call), "");
+  CHECK_EQ(fake.launched.size(), 0u);
+}
+
+TEST(AnotherBuildIsRefused) {
+  FakeCall call = DenseCall(nullptr);
+  call.attributes["build_id"] = std::string("older-build");
+  const std::string error = Call(jgg_forward_instantiate, kInstantiate, call);
+  CHECK_CONTAINS(error, "9: jax_grouped_gemm: the program was lowered for build older-build");
+  CHECK_CONTAINS(error, "fake-build");
+  call = DenseCall(nullptr);
+  call.attributes["sm100"] = std::string("sm100_gone");
+  CHECK_CONTAINS(Call(jgg_forward_instantiate, kInstantiate, call),
+                 "no forward kernel 'sm100_gone' for sm_100: the program was lowered for another");
+  call = DenseCall(nullptr);
+  call.attributes["weights"] = std::string("sparse");
+  CHECK_CONTAINS(Call(jgg_forward_instantiate, kInstantiate, call), "got 'sparse'");
+  call = DenseCall(nullptr);
+  call.attributes["n"] = std::string("512");
+  CHECK_CONTAINS(Call(jgg_forward_instantiate, kInstantiate, call), "Wrong attribute type");
+  call = DenseCall(nullptr);
+  call.attributes.erase("n");
+  CHECK_CONTAINS(Call(jgg_forward_instantiate, kInstantiate, call), "Wrong number of attributes");
+}
+
+TEST(DriverErrorsReachXla) {
+  FakeDriver fake;
+  FakeCall call = DenseCall(fake.AddDevice(8, 0));
+  CHECK_CONTAINS(Initialize(call), "9: jax_grouped_gemm: no kernel for device 0");
+  call = DenseCall(fake.AddDevice(9, 0));
+  fake.FailAt("cuModuleLoadData");
+  CHECK_CONTAINS(Initialize(call), "13: jax_grouped_gemm: cuModuleLoadData failed");
+}
+
+TEST(WrongOperands) {
+  FakeDriver fake;
+  const CUstream stream = fake.AddDevice(9, 0);
+  CHECK_EQ(Initialize(DenseCall(stream)), "");
+  CHECK_EQ(Initialize(TupleCall(stream)), "");
+  struct Case {
+    void (*spoil)(FakeCall&);
+    const char* part;
+  };
+  const std::vector<Case> dense = {
+      {[](FakeCall& c) { c.args[0].dtype = kF32; },
+       "3: jax_grouped_gemm: a must be BF16 (M, K) = (1000, 256); got F32 (1000, 256)"},
+      {[](FakeCall& c) { c.args[0].dims = {1000}; }, "a must be BF16 (M, K); got BF16 (1000)"},
+      {[](FakeCall& c) { c.args[1].dtype = kS64; }, "offsets must be S32 (L,) = (3); got S64 (3)"},
+      {[](FakeCall& c) { c.args[1].dims = {1, 3}; }, "offsets must be S32 (L,); got S32 (1, 3)"},
+      {[](FakeCall& c) { c.args[2].dims = {3, 512, 128}; },
+       "b must be BF16 (L, N, K) = (3, 512, 256); got BF16 (3, 512, 128)"},
+      {[](FakeCall& c) { c.args[2].dtype = kF16; }, "got F16 (3, 512, 256)"},
+      {[](FakeCall& c) { c.attributes["b_major"] = std::string("n"); },
+       "b must be BF16 (L, K, N) = (3, 256, 512)"},
+      {[](FakeCall& c) { c.attributes["n"] = int64_t{256}; }, "b must be BF16 (L, N, K) = (3, 256"},
+      {[](FakeCall& c) { c.rets[0].dims = {1000, 256}; },
+       "d must be BF16 (M, N) = (1000, 512); got BF16 (1000, 256)"},
+      {[](FakeCall& c) { c.rets[0].dtype = kS32; }, "d must be BF16, F16 or F32 (M, N); got S32"},
+      {[](FakeCall& c) { c.rets[0].dtype = kF32; }, "does not write d in this dtype"},
+      {[](FakeCall& c) { c.args.pop_back(); }, "must have 3 operands for its attributes; got 2"},
+      {[](FakeCall& c) { c.args.clear(); }, "must have 3 operands for its attributes; got 0"},
+      {[](FakeCall& c) { c.args.push_back(c.args[0]); }, "must have 3 operands"},
+      {[](FakeCall& c) { c.rets.clear(); }, "must have 1 results for its attributes; got 0"},
+      {[](FakeCall& c) { c.attributes["has_prob"] = true; }, "must have 4 operands"},
+  };
+  for (const Case& c : dense) {
+    FakeCall call = DenseCall(stream);
+    c.spoil(call);
+    CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, call), c.part);
+  }
+  const std::vector<Case> tuple = {
+      {[](FakeCall& c) { c.args[2].dims = {4}; }, "alpha must be F32 (L,) = (3); got F32 (4)"},
+      {[](FakeCall& c) { c.args[3].dtype = kBf16; }, "prob must be F32 (M,) = (1000); got BF16"},
+      {[](FakeCall& c) { c.args[5].dims = {256, 512}; },
+       "each array of b must be BF16 (N, K) = (512, 256); got BF16 (256, 512)"},
+      {[](FakeCall& c) { c.args.pop_back(); }, "must have 7 operands for its attributes; got 6"},
+      {[](FakeCall& c) { c.rets[1].dims = {128}; },
+       "scratch must be U8 (128 L,) = (384); got U8 (128)"},
+      {[](FakeCall& c) { c.rets.pop_back(); }, "must have 2 results"},
+  };
+  for (const Case& c : tuple) {
+    FakeCall call = TupleCall(stream);
+    c.spoil(call);
+    CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, call), c.part);
+  }
+  FakeCall pointers = PointerCall(stream);
+  pointers.args.back().dims = {2};
+  CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, pointers),
+                 "b_ptrs must be S64 (L,) = (3,) or U8 (8 L,) = (24,); got S64 (2)");
+  CHECK_EQ(fake.launched.size(), 0u);
+}
+
+TEST(Traits) {
+  const XLA_FFI_Metadata execute = MetadataOf(jgg_forward_execute);
+  CHECK_EQ(execute.traits, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
+  int major = -1, minor = -1;
+  jgg_ffi_api_version(&major, &minor);
+  CHECK_EQ(execute.api_version.major_version, major);
+  CHECK_EQ(execute.api_version.minor_version, minor);
+  CHECK_EQ(MetadataOf(jgg_gather_weights).traits, 0u);
+}
+
+TEST(GatherWeights) {
+  const std::vector<uint16_t> first = {1, 2, 3, 4, 5, 6}, second = {7, 8, 9, 10, 11, 12};
+  std::vector<uint16_t> gathered(12);
+  uint64_t addresses[2] = {reinterpret_cast<uint64_t>(first.data()),
+                           reinterpret_cast<uint64_t>(second.data())};
+  const auto out = reinterpret_cast<uint64_t>(gathered.data());
+  FakeCall call = {
+      nullptr, {{kS64, {2}, reinterpret_cast<uint64_t>(addresses)}}, {{kBf16, {2, 3, 2}, out}}, {}};
+  CHECK_EQ(Call(jgg_gather_weights, kExecute, call), "");
+  for (int i = 0; i < 12; ++i) CHECK_EQ(gathered[i], i + 1);
+  call.args[0].dims = {3};
+  CHECK_CONTAINS(Call(jgg_gather_weights, kExecute, call), "b_ptrs must be S64 (L,) = (2,)");
+  call.args[0].dims = {2};
+  addresses[1] = 0;
+  CHECK_CONTAINS(Call(jgg_gather_weights, kExecute, call), "b_ptrs[1] must be the address");
+}
+
+}  // namespace
+}  // namespace jgg
+
+TEST_MAIN
