@@ -75,16 +75,17 @@ def grouped_gemm(
     weights, b = _weights(b, b_ptrs)
     a = jnp.asarray(a)
     # Values are checked, where they can be seen, before conversion could wrap those that do not fit.
-    groups, check = (
-        (offsets, contract.check_offsets) if group_sizes is None else (group_sizes, contract.check_group_sizes)
-    )
+    by_size = offsets is None
+    groups = group_sizes if by_size else offsets
     operands = contract.Operands(a, jnp.asarray(groups), _optional(alpha), _optional(prob), b)
-    call = contract.check_call(contract.Options(n, b_major, d_dtype, implementation), weights, operands)
+    options = contract.Options("group_sizes" if by_size else "offsets", n, b_major, d_dtype, implementation)
+    call = contract.check_call(options, weights, operands)
     if not isinstance(groups, jax.core.Tracer):
+        check = contract.check_group_sizes if by_size else contract.check_offsets
         check(np.asarray(groups), call.m)
     if call.empty:
         return jnp.zeros((call.m, call.n), call.d_dtype)
-    ends = operands.offsets if group_sizes is None else reference.ends_of(operands.offsets, m=call.m)
+    ends = reference.ends_of(operands.offsets, m=call.m) if by_size else operands.offsets
     present = [x for x in (operands.alpha, operands.prob) if x is not None]
     return ffi_call.grouped_gemm(call, a, ends, *present, *b)
 
@@ -102,7 +103,7 @@ def _pointers(b_ptrs):
     """Host addresses keep all 64 bits: without x64, JAX would truncate int64 to int32."""
     if not isinstance(b_ptrs, jax.Array):
         b_ptrs = np.asarray(b_ptrs)
-        if b_ptrs.dtype == np.int64 and not jax.config.jax_enable_x64:
+        if b_ptrs.dtype == np.int64 and not jax.config.read("jax_enable_x64"):
             b_ptrs = np.ascontiguousarray(b_ptrs).view(np.uint8)
     return jnp.asarray(b_ptrs)
 

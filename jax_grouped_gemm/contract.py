@@ -72,8 +72,9 @@ def _stacked(l, n, k, b_major):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The arguments of a call that are not arrays, unchecked."""
+    """The arguments of a call that are not arrays, unchecked. groups: which of its two names the groups came by."""
 
+    groups: str
     n: int | None
     b_major: str
     d_dtype: Any
@@ -101,7 +102,8 @@ def check_call(options, weights, operands):
     _limits(m, n, k)
     _alignment("K", "a.shape[1]", k)
     _alignment("N", "the output columns", n)
-    _vector("offsets", offsets, "int32", l, "L", "one end per expert of the weights")
+    what = "end" if options.groups == "offsets" else "size"
+    _vector(options.groups, offsets, "int32", l, "L", f"one {what} per expert of the weights")
     if alpha is not None:
         _vector("alpha", alpha, "float32", l, "L", "one factor per expert of the weights")
     if prob is not None:
@@ -249,7 +251,8 @@ def unsupported_capability(capabilities):
 
 def no_kernels(why):
     return RuntimeError(
-        f'implementation="cutedsl" cannot run here: {why}; pass implementation="reference", or None to choose by platform'
+        f'implementation="cutedsl" cannot run here: {why}; '
+        'pass implementation="reference", or None to choose by platform'
     )
 
 

@@ -32,14 +32,12 @@ def _build():
     if manifest is None:
         return None
     kernels = collections.defaultdict(list)
-    for kernel in manifest["kernels"]:
+    for kernel in sorted(manifest["kernels"], key=lambda kernel: kernel["arch"]):
         kernels[str(kernel["arch"])].append(kernel)
     return {
         "build_id": manifest["build_id"],
         "dsl_version": manifest["dsl_version"],
-        "architectures": {
-            arch: _architecture(found) for arch, found in sorted(kernels.items(), key=lambda x: int(x[0]))
-        },
+        "architectures": {arch: _architecture(found) for arch, found in kernels.items()},
     }
 
 

@@ -23,7 +23,6 @@ TARGETS = {
         "CUDA",
         {
             "instantiate": "jgg_forward_instantiate",
-            "prepare": "jgg_forward_prepare",
             "initialize": "jgg_forward_initialize",
             "execute": "jgg_forward_execute",
         },
@@ -70,8 +69,7 @@ def mismatch(library_id, manifest_id, library_api, runtime_api):
 
 
 def _register(library, target, platform, stages):
-    symbols = {stage: getattr(library, name) for stage, name in stages.items() if hasattr(library, name)}
-    capsules = {stage: jax.ffi.pycapsule(symbol) for stage, symbol in symbols.items()}
+    capsules = {stage: jax.ffi.pycapsule(getattr(library, name)) for stage, name in stages.items()}
     jax.ffi.register_ffi_target(target, capsules, platform=platform, api_version=1)
 
 

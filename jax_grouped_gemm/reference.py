@@ -17,12 +17,17 @@ def grouped_gemm(call, a, offsets, alpha, prob, b):
     rows = tile_rows(call)
     count, expert, first, end = tiles(call, offsets, rows)
     contract_b = 1 if call.b_major == "k" else 0
+    # XLA's CPU backend slices and updates 16-bit floats by converting the whole array to float32, D once per tile: so
+    # they are moved as integers, and bound to the loop's counter, lest whole integer copies be made ahead of the loop.
+    d = _bits(jnp.zeros((call.m, call.n), call.d_dtype))
 
     def tile(i, d):
+        i, a_tied, b_tied = lax.optimization_barrier((i, a, b))
+        a_bits, b_bits = _bits(a_tied), _bits(b_tied)
         # The window is moved up at the end of A so that it stays inside; the mask keeps the tile's own rows.
         start = jnp.minimum(first[i], call.m - rows)
-        window = lax.dynamic_slice_in_dim(a, start, rows)
-        weights = lax.dynamic_index_in_dim(b, expert[i], keepdims=False)
+        window = _floats(lax.dynamic_slice_in_dim(a_bits, start, rows), jnp.bfloat16)
+        weights = _floats(lax.dynamic_index_in_dim(b_bits, expert[i], keepdims=False), jnp.bfloat16)
         values = lax.dot_general(window, weights, (((1,), (contract_b,)), ((), ())), preferred_element_type=jnp.float32)
         if alpha is not None:
             values = alpha[expert[i]] * values
@@ -31,28 +36,37 @@ def grouped_gemm(call, a, offsets, alpha, prob, b):
         row = start + jnp.arange(rows, dtype=jnp.int32)
         mine = (row >= first[i]) & (row < end[i])
         kept = lax.dynamic_slice_in_dim(d, start, rows)
-        return lax.dynamic_update_slice_in_dim(d, jnp.where(mine[:, None], values.astype(d.dtype), kept), start, 0)
+        values = jnp.where(mine[:, None], _bits(values.astype(call.d_dtype)), kept)
+        return lax.dynamic_update_slice_in_dim(d, values, start, 0)
 
-    return lax.fori_loop(0, count, tile, jnp.zeros((call.m, call.n), call.d_dtype))
+    return _floats(lax.fori_loop(0, count, tile, d), call.d_dtype)
+
+
+def _bits(x):
+    return lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+
+
+def _floats(x, dtype):
+    return lax.bitcast_convert_type(x, dtype)
 
 
 def tile_rows(call):
-    """The power of two next below the average group, within bounds; never more than M."""
-    average = max(call.m // call.l, 1)
-    return min(call.m, max(SMALLEST_TILE, min(LARGEST_TILE, 1 << (average.bit_length() - 1))))
+    """The power of two next above the average group, within bounds; never more than M."""
+    above = 1 << (call.m // call.l).bit_length()
+    return min(call.m, max(SMALLEST_TILE, min(LARGEST_TILE, above)))
 
 
 def tiles(call, offsets, rows):
     """How many tiles the groups make and, for each possible tile, its expert, first row and end of its rows."""
     ends = clamp_offsets(offsets, call.m)
     begins = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    whole, rest = (ends - begins) // rows, (ends - begins) % rows > 0
-    tile_ends = jnp.cumsum(whole + rest, dtype=jnp.int32)
+    tile_ends = jnp.cumsum(-(-(ends - begins) // rows), dtype=jnp.int32)
     possible = jnp.arange(-(-call.m // rows) + call.l, dtype=jnp.int32)
     expert = jnp.minimum(jnp.searchsorted(tile_ends, possible, side="right").astype(jnp.int32), call.l - 1)
     tile_begins = jnp.concatenate([jnp.zeros(1, jnp.int32), tile_ends[:-1]])
     first = begins[expert] + (possible - tile_begins[expert]) * rows
-    return tile_ends[-1], expert, first, jnp.minimum(ends[expert], first + rows)
+    # Not min(end, first + rows): that sum may pass 2^31.
+    return tile_ends[-1], expert, first, first + jnp.minimum(ends[expert] - first, rows)
 
 
 def clamp_offsets(offsets, m):

@@ -1,0 +1,247 @@
+"""Every error text that a caller can meet."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_grouped_gemm import contract, ffi_call, grouped_gemm, library
+
+
+def struct(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def call(**changes):
+    """A legal call, L = 4, M = 64, N = 16, K = 32, but for the changes, traced: shapes alone decide."""
+    operands = {"a": struct(64, 32), "b": struct(4, 16, 32), "offsets": struct(4, dtype=jnp.int32)} | changes
+    options = {name: operands.pop(name) for name in tuple(operands) if name in OPTIONS}
+    present = {name: x for name, x in operands.items() if x is not None}
+    return jax.eval_shape(lambda **arrays: grouped_gemm(**arrays, **options), **present)
+
+
+OPTIONS = ("n", "b_major", "d_dtype", "implementation")
+
+
+def test_the_call_without_changes_is_legal():
+    assert call() == struct(64, 16)
+
+
+WRONG_CALLS = {
+    "no weights": ({"b": None}, "exactly one of b and b_ptrs must be given; got neither"),
+    "two kinds of weights": (
+        {"b_ptrs": struct(32, dtype=jnp.uint8)},
+        "exactly one of b and b_ptrs must be given; got b and b_ptrs",
+    ),
+    "no groups": ({"offsets": None}, "exactly one of offsets and group_sizes must be given; got neither"),
+    "two kinds of groups": (
+        {"group_sizes": struct(4, dtype=jnp.int32)},
+        "exactly one of offsets and group_sizes must be given; got offsets and group_sizes",
+    ),
+    "a rank": ({"a": struct(2, 64, 32)}, "a must be (M, K); got (2, 64, 32); reshape it to 2 dimensions"),
+    "a dtype": (
+        {"a": struct(64, 32, dtype=jnp.float32)},
+        "a must be bfloat16; got float32; cast it, e.g. a.astype(jnp.bfloat16)",
+    ),
+    "b K": (
+        {"b": struct(4, 16, 24)},
+        "b must be (L, N, K) with K = a.shape[1] = 32; got (4, 16, 24)",
+    ),
+    "b is N-major": (
+        {"b": struct(4, 32, 16)},
+        'b must be (L, N, K) with K = a.shape[1] = 32; got (4, 32, 16); pass b_major="n" if b is stored so',
+    ),
+    "b is K-major": (
+        {"b_major": "n"},
+        'b must be (L, K, N) with K = a.shape[1] = 32; got (4, 16, 32); pass b_major="k" if b is stored so',
+    ),
+    "b rank": ({"b": struct(16, 32)}, "b must be (L, N, K) with K = a.shape[1] = 32; got (16, 32)"),
+    "b dtype": ({"b": struct(4, 16, 32, dtype=jnp.float16)}, "b must be bfloat16; got float16"),
+    "tuple rank": (
+        {"b": [struct(16, 32)] * 3 + [struct(1, 16, 32)]},
+        "b[3] must be (N, K) with K = a.shape[1] = 32; got (1, 16, 32)",
+    ),
+    "tuple shapes differ": (
+        {"b": [struct(16, 32)] * 3 + [struct(8, 32)]},
+        "b[3] must have the shape of b[0], (16, 32); got (8, 32); pad the weights",
+    ),
+    "tuple N-major": (
+        {"b": [struct(16, 32)] * 4, "b_major": "n"},
+        "b[0] must be (K, N) with K = a.shape[1] = 32; got (16, 32)",
+    ),
+    "tuple dtype": (
+        {"b": [struct(16, 32, dtype=jnp.float32)] * 4},
+        "b[0] must be bfloat16; got float32; cast it, e.g. b[0].astype(jnp.bfloat16)",
+    ),
+    "n disagrees": ({"n": 24}, "n must be the output columns of b = 16; got 24; n is only needed with b_ptrs"),
+    "pointers without n": (
+        {"b": None, "b_ptrs": struct(32, dtype=jnp.uint8)},
+        "n, the output columns, must be given with b_ptrs; got None; pass n=",
+    ),
+    "pointers with a wrong n": (
+        {"b": None, "b_ptrs": struct(32, dtype=jnp.uint8), "n": -8},
+        "n must be a non-negative integer; got -8",
+    ),
+    "pointers dtype": (
+        {"b": None, "b_ptrs": struct(4, dtype=jnp.int32), "n": 16},
+        "b_ptrs must be (L,) int64 or, without jax_enable_x64, (8 L,) uint8 (the same bytes, little-endian); "
+        "got (4,) int32; a NumPy int64 array is converted for you",
+    ),
+    "pointers bytes": (
+        {"b": None, "b_ptrs": struct(31, dtype=jnp.uint8), "n": 16},
+        "b_ptrs must be (L,) int64 or, without jax_enable_x64, (8 L,) uint8",
+    ),
+    "K alignment": (
+        {"a": struct(64, 28), "b": struct(4, 16, 28)},
+        "K (a.shape[1]) must be a multiple of 8; got 28; pad it with zeros to 32",
+    ),
+    "N alignment": (
+        {"b": struct(4, 12, 32)},
+        "N (the output columns) must be a multiple of 8; got 12; pad it with zeros to 16",
+    ),
+    "M limit": ({"a": struct(2**31, 32)}, "M must be less than 2^31; got 2147483648; split the call"),
+    "N limit": ({"b": struct(4, 2**31, 32)}, "N must be less than 2^31; got 2147483648; split the call"),
+    "K limit": (
+        {"a": struct(64, 2**31), "b": struct(4, 16, 2**31)},
+        "K must be less than 2^31; got 2147483648; split the call",
+    ),
+    "offsets shape": (
+        {"offsets": struct(5, dtype=jnp.int32)},
+        "offsets must be (L,) = (4,), one end per expert of the weights; got (5,)",
+    ),
+    "offsets dtype": (
+        {"offsets": struct(4, dtype=jnp.uint32)},
+        "offsets must be int32; got uint32; cast it, e.g. offsets.astype(jnp.int32)",
+    ),
+    "group_sizes shape": (
+        {"offsets": None, "group_sizes": struct(4, 1, dtype=jnp.int32)},
+        "group_sizes must be (L,) = (4,), one size per expert of the weights; got (4, 1)",
+    ),
+    "group_sizes dtype": (
+        {"offsets": None, "group_sizes": struct(4, dtype=jnp.int16)},
+        "group_sizes must be int32; got int16",
+    ),
+    "alpha shape": (
+        {"alpha": struct(64, dtype=jnp.float32)},
+        "alpha must be (L,) = (4,), one factor per expert of the weights; got (64,)",
+    ),
+    "alpha dtype": ({"alpha": struct(4)}, "alpha must be float32; got bfloat16"),
+    "prob shape": (
+        {"prob": struct(64, 1, dtype=jnp.float32)},
+        "prob must be (M,) = (64,), one factor per row of a; got (64, 1)",
+    ),
+    "prob dtype": ({"prob": struct(64)}, "prob must be float32; got bfloat16"),
+    "d_dtype": ({"d_dtype": "int8"}, "d_dtype must be one of 'bfloat16', 'float16', 'float32'; got 'int8'"),
+    "not a dtype": ({"d_dtype": "number"}, "d_dtype must be one of 'bfloat16', 'float16', 'float32'; got \"'number'\""),
+    "b_major": ({"b_major": "m"}, "b_major must be one of 'k', 'n'; got 'm'"),
+    "implementation": (
+        {"implementation": "fast"},
+        "implementation must be one of None, 'cutedsl', 'reference'; got 'fast'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_wrong_calls(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(**changes)
+
+
+def eager(**groups):
+    return grouped_gemm(jnp.zeros((64, 8), jnp.bfloat16), jnp.zeros((4, 8, 8), jnp.bfloat16), **groups)
+
+
+WRONG_VALUES = {
+    "decreasing": (
+        {"offsets": [10, 30, 20, 40]},
+        "offsets must be non-decreasing ends of groups within [0, M = a.shape[0] = 64]; "
+        "got offsets[2] = 20 after 30; pass sizes as group_sizes=",
+    ),
+    "negative end": ({"offsets": [-1, 0, 0, 0]}, "got offsets[0] = -1 after 0"),
+    "past M": ({"offsets": [0, 0, 65, 66]}, "got offsets[2] = 65 after 0"),
+    "negative size": (
+        {"group_sizes": [1, -1, 0, 0]},
+        "group_sizes must be non-negative with a sum of at most M = a.shape[0] = 64; "
+        "got group_sizes[1] = -1, a sum of 0 so far; pass ends as offsets=",
+    ),
+    "sizes past M": ({"group_sizes": [60, 4, 1, 0]}, "got group_sizes[2] = 1, a sum of 65 so far"),
+    "sizes past 2^31": ({"group_sizes": [0, 2**31 - 1, 2**31 - 1, 2]}, "got group_sizes[1] = 2147483647"),
+}
+
+
+@pytest.mark.parametrize(("groups", "message"), WRONG_VALUES.values(), ids=WRONG_VALUES)
+@pytest.mark.parametrize("convert", [np.int32, lambda x: jnp.asarray(x, jnp.int32)], ids=["numpy", "jax"])
+def test_wrong_values(groups, message, convert):
+    ((name, values),) = groups.items()
+    values = np.asarray(values, np.int32) if convert is np.int32 else convert(values)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        eager(**{name: values})
+
+
+def test_values_that_do_not_fit_are_seen_before_conversion():
+    with pytest.raises(ValueError, match=re.escape("got offsets[3] = 4294967296 after 0")):
+        eager(offsets=np.array([0, 0, 0, 2**32]))
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_on_a_cpu():
+    message = (
+        'implementation="cutedsl" cannot run here: the kernels are for cuda, not for cpu; '
+        'pass implementation="reference", or None to choose by platform'
+    )
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        eager(offsets=jnp.zeros(4, jnp.int32), implementation="cutedsl")
+
+
+def lower_for_cuda(**options):
+    run = jax.jit(lambda a, b, offsets: grouped_gemm(a, b, offsets, **options))
+    return run.trace(struct(64, 32), struct(4, 16, 32), struct(4, dtype=jnp.int32)).lower(lowering_platforms=("cuda",))
+
+
+def test_kernels_on_another_gpu(monkeypatch):
+    monkeypatch.setattr(ffi_call, "cuda_capabilities", lambda: ("8.0",))
+    message = "kernels exist for compute capability 9.0 (Hopper) and 10.x (Blackwell); found 8.0"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        lower_for_cuda(implementation="cutedsl")
+
+
+@pytest.mark.parametrize("implementation", [None, "cutedsl"])
+def test_nothing_was_built(monkeypatch, implementation):
+    monkeypatch.setattr(ffi_call, "cuda_capabilities", tuple)
+    monkeypatch.setattr(library, "manifest", lambda: None)
+    with pytest.raises(RuntimeError, match=r"cannot be used: manifest.json is not in .*: build it with `make build`"):
+        lower_for_cuda(implementation=implementation)
+
+
+def test_a_library_that_does_not_register(monkeypatch):
+    monkeypatch.setattr(ffi_call, "cuda_capabilities", lambda: ("9.0",))
+    monkeypatch.setattr(library, "manifest", lambda: {"build_id": "mine"})
+    monkeypatch.setattr(library, "registered", lambda: contract.build_id_mismatch("mine", "other"))
+    with pytest.raises(RuntimeError, match="the library was built as mine but manifest.json describes other"):
+        lower_for_cuda()
+
+
+def test_pointers_for_the_reference_on_a_gpu():
+    run = jax.jit(lambda a, p, o: grouped_gemm(a, b_ptrs=p, offsets=o, n=16, implementation="reference"))
+    traced = run.trace(struct(64, 32), struct(32, dtype=jnp.uint8), struct(4, dtype=jnp.int32))
+    with pytest.raises(RuntimeError, match="b_ptrs on cuda cannot be read by the reference implementation"):
+        traced.lower(lowering_platforms=("cuda",))
+
+
+# --- not there yet ----------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_refused():
+    b, offsets = jnp.zeros((4, 8, 8), jnp.bfloat16), jnp.zeros(4, jnp.int32)
+    with pytest.raises(NotImplementedError, match="no rule for differentiation yet"):
+        jax.grad(lambda a: grouped_gemm(a, b, offsets).sum())(jnp.zeros((64, 8), jnp.bfloat16))
+
+
+def test_vmap_is_refused():
+    b, offsets = jnp.zeros((4, 8, 8), jnp.bfloat16), jnp.zeros(4, jnp.int32)
+    with pytest.raises(NotImplementedError, match="no rule for vmap yet"):
+        jax.vmap(lambda a: grouped_gemm(a, b, offsets))(jnp.zeros((2, 64, 8), jnp.bfloat16))

@@ -1,0 +1,94 @@
+"""`python -m jax_grouped_gemm info`, with and without a build."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jax_grouped_gemm
+from jax_grouped_gemm import ffi_call, info, library
+
+
+def kernel(name, arch, kind, tile=(128, 256, 64), cluster=(2, 1)):
+    return {
+        "name": name,
+        "arch": arch,
+        "target": f"sm_{arch}{'a' if arch == 90 else 'f'}",
+        "kind": kind,
+        "tile": list(tile),
+        "cluster": list(cluster),
+    }
+
+
+MANIFEST = {
+    "build_id": "abc",
+    "dsl_version": "4.8.1",
+    "kernels": [
+        kernel("second", 100, "forward"),
+        kernel("first", 90, "forward"),
+        kernel("same tile", 90, "forward"),
+        kernel("prologue", 90, "maps_from_memory"),
+    ],
+}
+
+
+@pytest.fixture
+def built(monkeypatch):
+    monkeypatch.setattr(library, "manifest", lambda: MANIFEST)
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "libjax_grouped_gemm.so")
+    monkeypatch.setattr(library, "registered", lambda: "nothing was built")
+    monkeypatch.setattr(library, "manifest", lambda: None)
+    library.load.cache_clear()
+    yield
+    library.load.cache_clear()
+
+
+def test_the_command():
+    command = [sys.executable, "-W", "error", "-m", "jax_grouped_gemm", "info"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "a call would use: " in text
+    facts = json.loads(subprocess.run([*command, "--json"], check=True, capture_output=True, text=True).stdout)
+    assert facts["versions"]["jax_grouped_gemm"] == jax_grouped_gemm.__version__
+    assert facts["versions"]["jax"] == jax.__version__
+
+
+def test_without_a_build(bare):
+    facts = json.loads(info.as_json())
+    assert facts["build"] is None
+    assert facts["library"]["problem"] == "nothing was built"
+    assert facts["library"]["ffi_api_built"] is None
+    assert "none: nothing was built" in info.as_text()
+
+
+def test_kernels_per_architecture(built):
+    text = info.as_text()
+    assert "build abc, CUTLASS DSL 4.8.1" in text
+    assert text.index("sm_90a: 3 kernels, 2 of them forward") < text.index("sm_100f: 1 kernels, 1 of them forward")
+    assert text.count("tile 128x256x64, cluster 2x1") == 2
+
+
+def test_what_a_call_would_use_on_a_gpu(built, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(library, "registered", lambda: None)
+    for capability, name in (("9.0", "cutedsl"), ("8.0", "reference")):
+        monkeypatch.setattr(ffi_call, "cuda_capabilities", lambda capability=capability: (capability,))
+        assert info.collect()["implementation"]["name"] == name
+    monkeypatch.setattr(ffi_call, "cuda_capabilities", lambda: ("9.0",))
+    monkeypatch.setattr(library, "registered", lambda: "it is broken")
+    assert "nothing, it would fail (the GPU kernels cannot be used: it is broken" in info.as_text()
+
+
+def test_import_needs_no_kernel_compiler_and_no_device():
+    code = (
+        "import sys, jax_grouped_gemm\n"
+        "from jax._src import xla_bridge\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] in ('cutlass', 'torch')]\n"
+        "assert not xla_bridge.backends_are_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
