@@ -39,12 +39,12 @@ setup: $(SETUP) $(HEADERS)/.ready ## create .venv with every tool, fetch XLA's F
 
 ifneq ($(VENV),)
 $(SETUP): pyproject.toml .ci/requirements.py
-	@$(say) "setup: $(VENV)"
+	@$(say) "setup: $(VENV) (downloads a few hundred MB the first time)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv failed: install your distribution's python3-venv" >&2; exit 1; }
 	@$(RUN) .ci/requirements.py dev > $(VENV)/requirements.txt
-	@$(RUN) -m pip install --progress-bar off --upgrade pip | tail -n 1
-	@$(RUN) -m pip install --progress-bar off -r $(VENV)/requirements.txt | grep -v '^Requirement already satisfied' || true
+	@$(RUN) -m pip install --quiet --upgrade pip
+	@$(RUN) -m pip install --quiet -r $(VENV)/requirements.txt
 	@touch $@
 endif
 
@@ -61,14 +61,14 @@ $(HEADERS)/.ready: pyproject.toml .ci/requirements.py | $(SETUP)
 
 $(BUILD)/build.ninja: $(HEADERS)/.ready
 	@$(say) "build: configure"
-	@cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE="$$($(RUN) -c 'import sys; print(sys.executable)')" \
+	@cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_MESSAGE=LAZY -DPython3_EXECUTABLE="$$($(RUN) -c 'import sys; print(sys.executable)')" \
 	    -DJGG_XLA_FFI_INCLUDE=$(abspath $(HEADERS)/include) -DJGG_BUILD_TESTS=ON
 
 # Ninja and the kernel build know what is stale; a second run takes a moment.
 build: setup $(BUILD)/build.ninja ## compile every kernel and the FFI library into jax_grouped_gemm/_data
 	@$(say) "build: kernels and library"
 	@cmake --build $(BUILD) --parallel $(JOBS)
-	@cmake --install $(BUILD) --prefix . | grep -v Up-to-date || true
+	@cmake --install $(BUILD) --prefix .
 
 demo: build ## run the mixture-of-experts example on this machine's GPU or CPU
 	@$(say) "demo: examples/moe_layer.py"
@@ -102,7 +102,7 @@ format: setup ## rewrite the sources in the style that lint wants
 
 wheel: build ## dist/*.whl, on the kernels that are built already
 	@$(say) "wheel"
-	@$(RUN) -m pip wheel --progress-bar off --no-deps --no-build-isolation --wheel-dir dist . \
+	@$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . \
 	    -C cmake.define.JGG_AOT_DIR=$(abspath $(BUILD)/aot) -C cmake.define.JGG_XLA_FFI_INCLUDE=$(abspath $(HEADERS)/include)
 	@ls -l dist
 
