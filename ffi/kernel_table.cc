@@ -87,13 +87,16 @@ std::string Inconsistency(const Kernel& kernel) {
       problem << "field " << slot.field << " has " << slot.size << " bytes, expected "
               << FieldBytes(slot.field);
     }
-    bool inside =
-        std::any_of(kernel.params.begin(), kernel.params.end(), [&slot](const Param& param) {
-          return param.offset <= slot.offset &&
-                 slot.offset + slot.size <= param.offset + param.size;
-        });
-    if (!inside) {
-      problem << "field " << slot.field << " at offset " << slot.offset << " is in no parameter";
+    // A field may span several parameters, as the words of a template map do.
+    size_t inside = 0;
+    for (const Param& param : kernel.params) {
+      size_t begin = std::max<size_t>(param.offset, slot.offset);
+      size_t end = std::min<size_t>(param.offset + param.size, slot.offset + slot.size);
+      inside += end > begin ? end - begin : 0;
+    }
+    if (inside != slot.size) {
+      problem << "field " << slot.field << " at offset " << slot.offset
+              << " lies outside the parameters";
     }
   }
   auto expect_map = [&](Field field, uint32_t rank) {

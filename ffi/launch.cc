@@ -146,15 +146,15 @@ void EnqueuePrologue(const Driver& driver, const Problem& problem, const FieldVa
 FieldValues Values(const Driver& driver, const Problem& problem, const Where& where) {
   const Kernel& kernel = *where.kernel;
   FieldValues values;
-  values.map_a = Encode(driver, ViewA(problem), *kernel.FindMap(MAP_A), where);
-  values.map_b = Encode(driver, ViewB(problem), *kernel.FindMap(MAP_B), where);
+  Encode(driver, ViewA(problem), *kernel.FindMap(MAP_A), where, &values.map_a);
+  Encode(driver, ViewB(problem), *kernel.FindMap(MAP_B), where, &values.map_b);
   if (const MapSpec* map_d = kernel.FindMap(MAP_D)) {
     const uint32_t box_rows = map_d->box[1];
     if (problem.m > kExtentLimit - box_rows) {
       InvalidArgument("m must be at most ", kExtentLimit - box_rows, "; got ", problem.m,
                       "; split the operand");
     }
-    values.map_d = Encode(driver, ViewRaggedD(problem, box_rows), *map_d, where);
+    Encode(driver, ViewRaggedD(problem, box_rows), *map_d, where, &values.map_d);
     values.d_rows = static_cast<int32_t>(problem.m + box_rows);
   }
   values.maps = problem.scratch;

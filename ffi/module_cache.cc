@@ -32,6 +32,10 @@ void CheckParams(const Driver& driver, CUfunction function, const Where& where) 
     FailedPrecondition("the kernel table does not describe its cubin: ", what, "; ",
                        where.Describe(), "; rebuild the library");
   };
+  // The driver counts from the start of the constant bank's parameter area, where padding may come
+  // before a first parameter that is aligned to 64 bytes (48 on SM90): offsets are compared from
+  // there.
+  size_t first_offset = 0;
   for (size_t i = 0; i < kernel.params.size(); ++i) {
     size_t offset = 0;
     size_t size = 0;
@@ -40,6 +44,8 @@ void CheckParams(const Driver& driver, CUfunction function, const Where& where) 
       mismatch(Text("the cubin has ", i, " parameters, the table ", kernel.params.size()));
     }
     Check(driver, result, "cuFuncGetParamInfo", where);
+    if (i == 0) first_offset = offset;
+    offset -= first_offset;
     const Param& expected = kernel.params[i];
     if (offset != expected.offset || size != expected.size) {
       mismatch(Text("parameter ", i, " is at offset ", offset, " with ", size,

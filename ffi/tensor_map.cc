@@ -55,8 +55,8 @@ TensorView ViewRaggedD(const Problem& p, uint32_t box_rows) {
           {row_bytes, row_bytes}};
 }
 
-CUtensorMap Encode(const Driver& driver, const TensorView& view, const MapSpec& spec,
-                   const Where& where) {
+void Encode(const Driver& driver, const TensorView& view, const MapSpec& spec, const Where& where,
+            CUtensorMap* map) {
   constexpr uint64_t kStrideLimit = uint64_t{1} << 40;
   for (uint32_t i = 0; i + 1 < view.rank; ++i) {
     if (view.strides[i] >= kStrideLimit) {
@@ -65,15 +65,13 @@ CUtensorMap Encode(const Driver& driver, const TensorView& view, const MapSpec& 
     }
   }
   constexpr uint32_t kElementStrides[5] = {1, 1, 1, 1, 1};
-  CUtensorMap map = {};
   Check(driver,
         driver.cuTensorMapEncodeTiled_(
-            &map, DataType(spec.element), view.rank, reinterpret_cast<void*>(view.base), view.dims,
+            map, DataType(spec.element), view.rank, reinterpret_cast<void*>(view.base), view.dims,
             view.strides, spec.box, kElementStrides, CU_TENSOR_MAP_INTERLEAVE_NONE,
             Swizzle(spec.swizzle_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         "cuTensorMapEncodeTiled", where);
-  return map;
 }
 
 }  // namespace jgg

@@ -29,8 +29,9 @@ TensorView ViewB(const Problem& problem);
 // "Ragged store" in docs/architecture.md.
 TensorView ViewRaggedD(const Problem& problem, uint32_t box_rows);
 
-CUtensorMap Encode(const Driver& driver, const TensorView& view, const MapSpec& spec,
-                   const Where& where);
+// Writes to where the map stays: GCC 12 without optimisation misaligns a returned temporary.
+void Encode(const Driver& driver, const TensorView& view, const MapSpec& spec, const Where& where,
+            CUtensorMap* map);
 
 }  // namespace jgg
 

@@ -79,7 +79,11 @@ std::string Thrown(Body body) {
 inline int RunAll() {
   for (const Test& test : Tests()) {
     const int before = Failures();
-    test.run();
+    try {
+      test.run();
+    } catch (const std::exception& error) {
+      Fail(test.name, 0, error.what());
+    }
     std::printf("%s %s\n", Failures() == before ? "ok    " : "FAILED", test.name);
   }
   return Failures() == 0 ? 0 : 1;

@@ -161,7 +161,7 @@ CUresult FuncGetParamInfo(CUfunction function, size_t index, size_t* offset, siz
   const Kernel& kernel = *functions.at(Id(function)).kernel;
   if (index >= kernel.params.size() + fake->extra_params) return CUDA_ERROR_INVALID_VALUE;
   const Param param = index < kernel.params.size() ? kernel.params[index] : Param{4000, 8};
-  *offset = param.offset + fake->param_shift;
+  *offset = param.offset + fake->param_padding + (index == 1 ? fake->second_param_shift : 0);
   *size = param.size;
   return CUDA_SUCCESS;
 }

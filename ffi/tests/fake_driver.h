@@ -82,7 +82,8 @@ class FakeDriver {
   std::set<std::string> illegal_under_capture;  // calls seen while any stream was capturing
   int max_clusters = 60;
   int extra_params = 0;              // that a cubin has beyond the table's
-  size_t param_shift = 0;            // by which cubins' offsets differ from the table's
+  size_t param_padding = 0;          // before a cubin's first parameter
+  size_t second_param_shift = 0;     // by which a cubin's second parameter is off
   std::atomic<int> load_barrier{0};  // threads that wait for each other in cuModuleLoadData
 };
 

@@ -242,8 +242,8 @@ TEST(TableIsConsistent) {
   kernel.fields[3].size = 4;
   CHECK_CONTAINS(Inconsistency(kernel), "has 4 bytes, expected 8");
   kernel = *FindKernel("sm90_dense_bk_bf16_plain");
-  kernel.fields[3].offset = 390;
-  CHECK_CONTAINS(Inconsistency(kernel), "is in no parameter");
+  kernel.fields[3].offset = 412;
+  CHECK_CONTAINS(Inconsistency(kernel), "lies outside the parameters");
   kernel = *FindKernel("sm90_dense_bk_bf16_plain");
   kernel.param_bytes = 400;
   CHECK_CONTAINS(Inconsistency(kernel), "ends past 400");

@@ -97,15 +97,23 @@ TEST(LayoutMismatch) {
     FakeDriver fake;
     const CUstream stream = fake.AddDevice(9, 0);
     fake.extra_params = extra;
-    fake.param_shift = extra ? 0 : 8;
+    fake.second_param_shift = extra ? 0 : 8;
     const std::string error =
         check::Thrown([&] { LoadForward(DenseKernels(), Weights::kDense, stream); });
     CHECK_CONTAINS(error, extra ? "more than the table's 6 parameters"
-                                : "parameter 0 is at offset 8 with 128 bytes in the cubin");
+                                : "parameter 1 is at offset 136 with 128 bytes in the cubin");
     CHECK_CONTAINS(error, "sm90_dense_bk_bf16_plain");
     CHECK_CONTAINS(error, "rebuild");
     CHECK(fake.live_modules.empty());
   }
+}
+
+TEST(PaddingBeforeTheFirstParameterIsNoMismatch) {
+  FakeDriver fake;
+  const CUstream stream = fake.AddDevice(9, 0);
+  fake.param_padding = 48;
+  LoadForward(DenseKernels(), Weights::kDense, stream);
+  CHECK_EQ(fake.live_modules.size(), 1u);
 }
 
 TEST(NoClusterFits) {
