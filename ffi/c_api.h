@@ -46,7 +46,8 @@ typedef struct jgg_call {
   uint64_t b;                       /* dense: BF16 weights; pointers: int64 (l,); tuple: 0 */
   const uint64_t* weight_addresses; /* tuple: l device addresses in host memory; else null */
   uint64_t d;                       /* (m, n) */
-  uint64_t scratch; /* 128 l bytes, not for dense; alive until the stream is past the call */
+  uint64_t scratch; /* 128 l bytes, aligned to 128, not for dense; alive until the stream is past
+                       the call */
   uint64_t stream;  /* CUstream; 0: legacy default stream of the current context */
 } jgg_call;
 

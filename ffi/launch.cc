@@ -90,7 +90,7 @@ void CheckProblem(const Problem& problem) {
       break;
     case Weights::kPointers:
       CheckAddress("b_ptrs", problem.b, 8);
-      CheckAddress("scratch", problem.scratch, 64);
+      CheckAddress("scratch", problem.scratch, 128);
       break;
     case Weights::kTuple:
       if (problem.weight_addresses == nullptr) {
@@ -99,7 +99,7 @@ void CheckProblem(const Problem& problem) {
       for (int64_t i = 0; i < problem.l; ++i) {
         CheckAddress("each of b's arrays", problem.weight_addresses[i], 16);
       }
-      CheckAddress("scratch", problem.scratch, 64);
+      CheckAddress("scratch", problem.scratch, 128);
       break;
   }
 }

@@ -147,8 +147,8 @@ TEST(PointerOperands) {
     return check::Thrown([&] { LaunchForward(PointerKernels(), p, stream); });
   };
   Problem p = PointerProblem(64, 64, 64, 2);
-  p.scratch += 16;
-  CHECK_CONTAINS(error(p), "scratch must be aligned to 64 bytes");
+  p.scratch += 64;
+  CHECK_CONTAINS(error(p), "scratch must be aligned to 128 bytes");
   p = PointerProblem(64, 64, 64, 2);
   p.b += 4;
   CHECK_CONTAINS(error(p), "b_ptrs must be aligned to 8 bytes");

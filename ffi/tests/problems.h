@@ -9,7 +9,7 @@ namespace jgg {
 
 constexpr Address kA = 0x7f0000000100, kB = 0x7f1000000100, kD = 0x7f8000000100;
 constexpr Address kOffsets = 0x7f2000000004, kAlpha = 0x7f3000000004, kProb = 0x7f4000000004;
-constexpr Address kScratch = 0x7f5000000040;
+constexpr Address kScratch = 0x7f5000000080;
 
 inline ForwardKernels DenseKernels() {
   return FindForwardKernels("sm90_dense_bk_bf16_plain", "sm100_dense_bk_bf16_plain");
