@@ -108,7 +108,6 @@ const LoadedKernel* ModuleCache::Find(const Where& where) const {
 
 void ModuleCache::Load(const Driver& driver, const Where& where) {
   const Kernel& kernel = *where.kernel;
-  if (Find(where) != nullptr) return;
   if (std::string problem = Inconsistency(kernel); !problem.empty()) {
     FailedPrecondition("the kernel table contradicts itself: ", problem, "; ", where.Describe(),
                        "; rebuild the library");

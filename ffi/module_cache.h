@@ -23,7 +23,8 @@ class ModuleCache {
  public:
   const Device& DeviceOf(const Driver& driver, const ContextScope& scope, const Where& where);
 
-  // Loads where.kernel into the current context, that of where.device, unless it is there already.
+  // Loads where.kernel into the current context, that of where.device. Threads may race: one module
+  // stays, the others are unloaded.
   void Load(const Driver& driver, const Where& where);
 
   // where.kernel on where.device; null if it isn't loaded.
