@@ -11,12 +11,12 @@ Pipelines: stages of A and B. Full: bytes of the copies. Empty: one arrival by e
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, pipeline, utils
+from cutlass import BFloat16, Float16, Float32, Int32, pipeline, utils
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
 from . import epilogue, operands, tensor_maps
-from .scheduler import TileScheduler
+from .scheduler import RING_STAGES, TileScheduler
 
 WARPGROUP = 128
 MATH_WARPGROUPS = 2
@@ -58,7 +58,7 @@ class GroupedGemm:
         a: cute.Pointer,
         b: cute.Pointer,
         d: cute.Pointer,
-        maps: cute.Pointer,
+        maps: cute.Pointer | None,
         offsets: cute.Pointer,
         alpha: cute.Pointer,
         prob: cute.Pointer,
@@ -139,7 +139,7 @@ class GroupedGemm:
         m_b: cute.Tensor,
         atom_d: cute.CopyAtom,
         m_d: cute.Tensor,
-        maps: cute.Pointer,
+        maps: cute.Pointer | None,
         offsets: cute.Pointer,
         alpha: cute.Pointer,
         prob: cute.Pointer,
@@ -205,8 +205,9 @@ class GroupedGemm:
         mask_b = cute.make_layout_image_mask(cta_layout, coord, mode=0) if tile.cluster_m > 1 else 0
 
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 3)
+        ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
         expert, row, _, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+        ring_state.advance()
         while expert >= 0:
             if expert < l:
                 g_a = cute.local_tile(cute.domain_offset((row, 0), m_a), (tile.m, tile.k), (0, None))
@@ -239,6 +240,7 @@ class GroupedGemm:
                     )  # fmt: skip
                     state.advance()
             expert, row, _, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+            ring_state.advance()
         stages.producer_tail(state)
 
     @cute.jit
@@ -254,8 +256,10 @@ class GroupedGemm:
         r_b = tiled_mma.make_fragment_B(thr_mma.partition_B(s_b))
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((SLAB_ROWS, self.tile.n)), Float32)
 
+        # The layout of accumulators over threads is that of the matrix store, whatever the type.
+        matrix_store = hopper_helpers.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, Float16, Float32)
         copy_atom = hopper_helpers.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, self.d_dtype, Float32)
-        tiled_copy = cute.make_tiled_copy_S(copy_atom, cute.make_tiled_copy_C_atom(copy_atom, tiled_mma))
+        tiled_copy = cute.make_tiled_copy_S(copy_atom, cute.make_tiled_copy_C_atom(matrix_store, tiled_mma))
         s_half = cute.local_tile(s_d, (*self.slab, epilogue.SLAB_STAGES), (0, 0, half))
         slabs = epilogue.SlabStore(
             atom_d, m_d, s_half, tiled_copy.get_slice(thread).partition_D(s_half), tiled_copy, warp,
@@ -265,9 +269,10 @@ class GroupedGemm:
 
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 3)
+        ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
         stage_d = Int32(0)
         expert, row, row_end, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+        ring_state.advance()
         while expert >= 0:
             acc.fill(0.0)
             tile_k_tiles = k_tiles if expert < l else 0
@@ -299,6 +304,7 @@ class GroupedGemm:
                 slabs.store(r_slab, stage_d, slab_row, row_end, col + slab * self.slab[1])
                 stage_d = (stage_d + 1) % epilogue.SLAB_STAGES
             expert, row, row_end, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+            ring_state.advance()
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 

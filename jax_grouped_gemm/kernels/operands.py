@@ -42,7 +42,7 @@ def ragged_rows_of_d(pointer, m, n, box_rows):
 
 def forward_fields(weights):
     """Fields of every parameter of a forward kernel, in order: tensor maps with the dynamic extents of their tensors, pointers, extents."""
-    experts = "DIM_L" if weights == "dense" else "DIM_ONE"
+    experts, maps = ("DIM_L", []) if weights == "dense" else ("DIM_ONE", [["PTR_MAPS"]])
     return [
         ["MAP_A"],
         ["DIM_M", "DIM_K"],
@@ -50,7 +50,7 @@ def forward_fields(weights):
         ["DIM_N", "DIM_K", experts],
         ["MAP_D"],
         ["DIM_N", "DIM_D_ROWS"],
-        ["PTR_MAPS"],
+        *maps,
         ["PTR_OFFSETS"],
         ["PTR_ALPHA"],
         ["PTR_PROB"],

@@ -134,7 +134,7 @@ class TileScheduler:
 
     @cute.jit
     def read_tile(self, ring, s_tiles: cute.Tensor, state):
-        """(expert, row, row_end, col) of the next tile, for one consumer warp; expert < 0 after the last."""
+        """(expert, row, row_end, col) of the next tile, for one consumer warp; expert < 0 after the last. The caller advances `state`."""
         ring.consumer_wait(state)
         expert = s_tiles[0, state.index]
         row = s_tiles[1, state.index]
@@ -143,7 +143,6 @@ class TileScheduler:
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             ring.consumer_release(state)
-        state.advance()
         return (
             cute.arch.make_warp_uniform(expert),
             cute.arch.make_warp_uniform(row),
