@@ -66,8 +66,7 @@ def prologue_name(arch, source):
 def variants(arch):
     """Every forward kernel compiled for an architecture."""
     return [
-        Variant(arch, *fields)
-        for fields in itertools.product(TILES[arch], B_MAJORS, WEIGHTS, D_DTYPES, (False, True))
+        Variant(arch, *fields) for fields in itertools.product(TILES[arch], B_MAJORS, WEIGHTS, D_DTYPES, (False, True))
     ]
 
 

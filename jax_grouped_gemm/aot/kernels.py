@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import pathlib
 import re
+import tempfile
 
 from .. import config
 
@@ -54,10 +55,13 @@ def all_kernels():
 
 
 def prepare_process(arch, scratch):
-    """The DSL reads its settings once, at import: a process compiles for one architecture only."""
+    """The DSL reads its settings once, at import: a process compiles for one architecture only.
+
+    It passes cubin and PTX through files whose names do not tell variants apart: each process needs a folder of its own.
+    """
     os.environ["CUTE_DSL_ARCH"] = TARGETS[arch]
     os.environ["CUTE_DSL_KEEP"] = "ptx,cubin"
-    os.environ["CUTE_DSL_DUMP_DIR"] = str(scratch)
+    os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(dir=scratch)
 
 
 def compile_kernel(kernel):
