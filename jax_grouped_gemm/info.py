@@ -32,11 +32,11 @@ def _build():
     if manifest is None:
         return None
     kernels = collections.defaultdict(list)
-    for kernel in sorted(manifest["kernels"], key=lambda kernel: kernel["arch"]):
+    for kernel in sorted(manifest.get("kernels", []), key=lambda kernel: kernel["arch"]):
         kernels[str(kernel["arch"])].append(kernel)
     return {
         "build_id": manifest["build_id"],
-        "dsl_version": manifest["dsl_version"],
+        "dsl_version": manifest.get("dsl_version"),
         "architectures": {arch: _architecture(found) for arch, found in kernels.items()},
     }
 
@@ -110,7 +110,7 @@ def _library_lines(facts):
 def _build_lines(build):
     if build is None:
         return ["  none: nothing was built"]
-    lines = [f"  build {build['build_id']}, CUTLASS DSL {build['dsl_version']}"]
+    lines = [f"  build {build['build_id']}, CUTLASS DSL {build['dsl_version'] or 'unknown'}"]
     for arch in build["architectures"].values():
         lines.append(f"  {arch['target']}: {arch['kernels']} kernels, {arch['forward_kernels']} of them forward")
         lines += [f"    tile {tile}" for tile in arch["tiles"]]

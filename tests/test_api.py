@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import jax_grouped_gemm
@@ -89,6 +89,8 @@ def test_group_sizes_and_offsets_agree(case):
     sizes=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 40), min_size=1, max_size=40),
     m=st.integers(0, 2**31 - 1) | st.integers(0, 100),
 )
+@example(sizes=[2**31 - 1] * 3, m=2**31 - 1)
+@example(sizes=[2**30, 2**30 - 1, 2**30], m=2**31 - 1)
 def test_ends_of_any_group_sizes(sizes, m):
     want = np.minimum(np.cumsum([max(size, 0) for size in sizes], dtype=object), m).astype(np.int32)
     np.testing.assert_array_equal(reference.ends_of(jnp.asarray(sizes, jnp.int32), m=m), want)
