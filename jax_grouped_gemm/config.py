@@ -71,13 +71,18 @@ def variants(arch):
 
 
 def select_tile(arch, l, m, n, k):
-    """The tile for a call, from static facts only: L experts, (M, K) rows, N columns."""
-    del k
-    wide, mid, small = (TILES[arch] + (TILES[arch][-1],))[:3]
-    if m < 64 * l:
+    """The tile for a call, from static facts only: L experts, (M, K) rows, N columns.
+
+    The first tile of an architecture is its fastest per column when groups fill the rows of a cluster; the last is for
+    groups that do not. Between them, a tile that pads N less wins if it saves more than its own lower speed costs.
+    """
+    del k  # every tile's pipeline is deep enough for any K
+    fast, *others, small = TILES[arch]
+    if m < l * fast.m * fast.cluster_m:
         return small
 
-    def padded(tile):
-        return -(-n // tile.n) * tile.n
+    def cost(tile):
+        padded_columns = -(-n // (tile.n * tile.cluster_n)) * tile.n * tile.cluster_n
+        return padded_columns * (1.0 if tile == fast else 1.03)
 
-    return mid if padded(mid) < padded(wide) else wide
+    return min([fast, *others], key=cost)

@@ -56,4 +56,6 @@ def build(out, jobs):
     table.write_if_changed(out / "cubins.S", table.cubins_assembly(facts))
     table.write_if_changed(out / "manifest.json", table.manifest(facts, kernels_module.dsl_version()))
     size = sum(fact["cubin_bytes"] for fact in facts)
-    print(f"{len(kernels)} kernels, {len(stale)} compiled, {size / 2**20:.1f} MiB of cubins, build {table.build_id(facts)}")
+    print(
+        f"{len(kernels)} kernels, {len(stale)} compiled, {size / 2**20:.1f} MiB of cubins, build {table.build_id(facts)}"
+    )

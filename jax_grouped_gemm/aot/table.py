@@ -41,7 +41,8 @@ def _row(kernel):
     if kernel["kind"] == "forward":
         d = ELEMENTS[kernel["d_dtype"]]
         maps = [
-            [field, d if field == "MAP_D" else "BF16", len(box), list(box), 128] for field, box in kernel["maps"].items()
+            [field, d if field == "MAP_D" else "BF16", len(box), list(box), 128]
+            for field, box in kernel["maps"].items()
         ]
         major = f"{kernel['b_major'].upper()}_MAJOR"
         values += [_braces(kernel["cluster"]), _braces(kernel["tile"]), major, d, _braces(maps)]

@@ -50,7 +50,14 @@ class GroupedGemm:
         return operands.forward_fields(self.variant.weights)
 
     def boxes(self):
-        return operands.map_boxes(self.tile, self.variant.b_major, self.slab)
+        """Box of each tensor map, innermost dimension first: what one CTA brings or stores by one copy."""
+        tile = self.tile
+        # CTAs of a cluster column bring a part each of B's stage, cut along its outer dimension in memory.
+        if self.variant.b_major == "k":
+            box_b = (tile.k, tile.n // tile.cluster_m, 1)
+        else:
+            box_b = (64, tile.k // tile.cluster_m, 1)
+        return {"MAP_A": (tile.k, tile.m // tile.cluster_n), "MAP_B": box_b, "MAP_D": (self.slab[1], self.slab[0], 1)}
 
     @cute.jit
     def __call__(
@@ -220,9 +227,7 @@ class GroupedGemm:
                 if cutlass.const_expr(self.variant.weights == "pointers"):
                     map_b, map_expert = tensor_maps.pointer_to_map(maps, expert), 0
                     cpasync.fence_tma_desc_acquire(map_b)
-                g_b = cute.local_tile(
-                    cute.domain_offset((col, 0, map_expert), m_b), (tile.n, tile.k), (0, None, 0)
-                )
+                g_b = cute.local_tile(cute.domain_offset((col, 0, map_expert), m_b), (tile.n, tile.k), (0, None, 0))
                 part_s_b, part_g_b = cpasync.tma_partition(
                     atom_b, coord[0], cute.make_layout(tile.cluster_m),
                     cute.group_modes(s_b, 0, 2), cute.group_modes(g_b, 0, 2),
@@ -244,9 +249,7 @@ class GroupedGemm:
         stages.producer_tail(state)
 
     @cute.jit
-    def compute(
-        self, stages, ring, s_tiles, s_a, s_b, s_d, atom_d, m_d, alpha, prob, half, thread, k_tiles, l
-    ):
+    def compute(self, stages, ring, s_tiles, s_a, s_b, s_d, atom_d, m_d, alpha, prob, half, thread, k_tiles, l):
         """A math warpgroup: accumulates rows [64 half, 64 half + 64) of the tile, then scales, converts and stores them."""
         warp = cute.arch.make_warp_uniform(thread // 32)
         tiled_mma = self._tiled_mma()

@@ -59,9 +59,3 @@ def forward_fields(weights):
         ["DIM_K"],
         ["DIM_L"],
     ]
-
-
-def map_boxes(tile, b_major, slab):
-    """Box of each tensor map, innermost dimension first: what one CTA loads or stores by one copy. Swizzle is 128 bytes."""
-    b_box = (tile.k, tile.n // tile.cluster_m, 1) if b_major == "k" else (64, tile.k // tile.cluster_m, 1)
-    return {"MAP_A": (tile.k, tile.m // tile.cluster_n), "MAP_B": b_box, "MAP_D": (slab[1], slab[0], 1)}

@@ -1,0 +1,386 @@
+"""Forward grouped GEMM for Blackwell: copy engine loads, tcgen05 matrix instructions, accumulators in tensor memory.
+
+Warps of a CTA (224 threads):
+  warps 0 to 3   epilogue: tensor memory -> registers -> shared memory -> D
+  warp 4         math: issues the matrix instructions (two-CTA: only in the pair's leader, for both)
+  warp 5         load: fills the stages of A and B
+  warp 6         scheduler: publishes tiles
+
+Pipelines:
+  stages of A and B. Full: bytes of the copies (two-CTA: of both CTAs, at the leader's barrier). Empty: one arrival by the commit that follows the stage's
+  matrix instructions.
+  accumulators, two in tensor memory, so that the epilogue of a tile overlaps the math of the next. Full: one arrival by the commit after a tile's last
+  matrix instruction. Empty: one by every epilogue warp (two-CTA: of both CTAs).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, memory, pipeline, utils
+from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.utils import blackwell_helpers
+
+from . import epilogue, operands, tensor_maps
+from .scheduler import RING_STAGES, TileScheduler
+
+EPILOGUE_WARPS = 4
+EPILOGUE_THREADS = 32 * EPILOGUE_WARPS
+MATH_WARP = 4
+LOAD_WARP = 5
+SCHEDULER_WARP = 6
+ACCUMULATORS = 2
+SLAB_ROWS = 128
+SHARED_BYTES = 232448 - 1024  # of an SM, less what barriers, ring and alignment take
+SLAB_BARRIER, TENSOR_MEMORY_BARRIER = 1, 2
+
+
+class GroupedGemm:
+    """One variant; `config.Variant` says what its fields switch."""
+
+    threads = 32 * 7
+
+    def __init__(self, variant):
+        tile = variant.tile
+        self.variant = variant
+        self.tile = tile
+        self.d_dtype = operands.DTYPES[variant.d_dtype]
+        self.pair = 2 if tile.two_cta else 1  # CTAs that execute a matrix instruction together
+        self.cluster_size = tile.cluster_m * tile.cluster_n
+        self.mma_tile = (tile.m * self.pair, tile.n, tile.k)
+        self.scheduler = TileScheduler(tile, num_consumer_warps=2 + EPILOGUE_WARPS)
+        self.slab = (SLAB_ROWS, epilogue.columns(self.d_dtype))
+        self.num_slabs = tile.n // self.slab[1]
+        slab_bytes = epilogue.SLAB_STAGES * SLAB_ROWS * epilogue.SLAB_BYTES
+        self.stage_bytes = 2 * tile.k * (tile.m + tile.n // self.pair)  # of one CTA
+        self.stages = (SHARED_BYTES - slab_bytes) // self.stage_bytes
+
+    def fields(self):
+        return operands.forward_fields(self.variant.weights)
+
+    def boxes(self):
+        """Box of each tensor map, innermost dimension first: what one CTA brings or stores by one copy."""
+        tile = self.tile
+        box_b = (tile.k, tile.n // self.pair, 1) if self.variant.b_major == "k" else (64, tile.k, 1)
+        return {"MAP_A": (tile.k, tile.m), "MAP_B": box_b, "MAP_D": (self.slab[1], self.slab[0], 1)}
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Pointer,
+        b: cute.Pointer,
+        d: cute.Pointer,
+        maps: cute.Pointer | None,
+        offsets: cute.Pointer,
+        alpha: cute.Pointer,
+        prob: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        l: Int32,
+        clusters: Int32,
+        stream,
+    ):
+        tile, variant = self.tile, self.variant
+        m, n, k = operands.extents(m, n, k)
+        map_l = l if cutlass.const_expr(variant.weights == "dense") else Int32(1)
+        a_tensor = operands.rows_of_a(a, m, k)
+        b_tensor = operands.experts_of_b(b, n, k, map_l, variant.b_major)
+        d_tensor = operands.ragged_rows_of_d(d, m, n, SLAB_ROWS)
+
+        tiled_mma = self._tiled_mma()
+        cta_layout = self._cta_layout(tiled_mma)
+        s_layout_a = blackwell_helpers.make_smem_layout_a(tiled_mma, self.mma_tile, BFloat16, self.stages)
+        s_layout_b = blackwell_helpers.make_smem_layout_b(tiled_mma, self.mma_tile, BFloat16, self.stages)
+        s_layout_d = blackwell_helpers.make_smem_layout_epi(
+            self.d_dtype, utils.LayoutEnum.ROW_MAJOR, self.slab, epilogue.SLAB_STAGES
+        )
+
+        cluster = (tile.cluster_m, tile.cluster_n)
+        atom_a, m_a = cute.nvgpu.make_tiled_tma_atom_A(
+            blackwell_helpers.cluster_shape_to_tma_atom_A(cluster, tiled_mma.thr_id),
+            a_tensor,
+            cute.slice_(s_layout_a, (None, None, None, 0)),
+            self.mma_tile,
+            tiled_mma,
+            cta_layout.shape,
+        )
+        atom_b, m_b = cute.nvgpu.make_tiled_tma_atom_B(
+            blackwell_helpers.cluster_shape_to_tma_atom_B(cluster, tiled_mma.thr_id),
+            b_tensor,
+            cute.slice_(s_layout_b, (None, None, None, 0)),
+            self.mma_tile,
+            tiled_mma,
+            cta_layout.shape,
+        )
+        atom_d, m_d = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), d_tensor, cute.slice_(s_layout_d, (None, None, 0)), self.slab
+        )
+
+        barriers_type, tiles_type = self.scheduler.storage()
+
+        @cute.struct
+        class Storage:
+            stage_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
+            accumulator_barriers: cute.struct.MemRange[cutlass.Int64, 2 * ACCUMULATORS]
+            free_barrier: cutlass.Int64
+            tensor_memory: Int32
+            ring_barriers: barriers_type
+            ring_tiles: tiles_type
+            a: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(s_layout_a.outer)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(s_layout_b.outer)], 1024]
+            d: cute.struct.Align[cute.struct.MemRange[self.d_dtype, cute.cosize(s_layout_d.outer)], 1024]
+
+        self.storage, self.shared_bytes = Storage, Storage.size_in_bytes()
+        self.kernel(
+            atom_a, m_a, atom_b, m_b, atom_d, m_d,
+            maps, offsets, alpha, prob, m, n, k, l,
+            s_layout_a, s_layout_b, s_layout_d,
+        ).launch(
+            grid=(clusters * self.cluster_size, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.cluster_size, 1, 1),
+            smem=self.shared_bytes,
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    def _tiled_mma(self):
+        k_major, mn_major = tcgen05.OperandMajorMode.K, tcgen05.OperandMajorMode.MN
+        return blackwell_helpers.make_trivial_tiled_mma(
+            BFloat16,
+            k_major,
+            k_major if self.variant.b_major == "k" else mn_major,
+            Float32,
+            tcgen05.CtaGroup.TWO if self.tile.two_cta else tcgen05.CtaGroup.ONE,
+            self.mma_tile[:2],
+        )
+
+    def _cta_layout(self, tiled_mma):
+        """CTAs of a cluster: (of a pair, pairs along M, along N, along K)."""
+        cluster = cute.make_layout((self.tile.cluster_m, self.tile.cluster_n, 1))
+        return cute.tiled_divide(cluster, (tiled_mma.thr_id.shape,))
+
+    @cute.kernel
+    def kernel(
+        self,
+        atom_a: cute.CopyAtom,
+        m_a: cute.Tensor,
+        atom_b: cute.CopyAtom,
+        m_b: cute.Tensor,
+        atom_d: cute.CopyAtom,
+        m_d: cute.Tensor,
+        maps: cute.Pointer | None,
+        offsets: cute.Pointer,
+        alpha: cute.Pointer,
+        prob: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        l: Int32,
+        s_layout_a: cute.ComposedLayout,
+        s_layout_b: cute.ComposedLayout,
+        s_layout_d: cute.ComposedLayout,
+    ):
+        tile = self.tile
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == LOAD_WARP:
+            cpasync.prefetch_descriptor(atom_a)
+            cpasync.prefetch_descriptor(atom_b)
+            cpasync.prefetch_descriptor(atom_d)
+
+        tiled_mma = self._tiled_mma()
+        cta_layout = self._cta_layout(tiled_mma)
+        storage = utils.SmemAllocator().allocate(self.storage)
+        one_thread = pipeline.CooperativeGroup(pipeline.Agent.Thread)
+        stages = pipeline.PipelineTmaUmma.create(
+            barrier_storage=storage.stage_barriers.data_ptr(),
+            num_stages=self.stages,
+            producer_group=one_thread,
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, tile.cluster_m // self.pair + tile.cluster_n - 1
+            ),
+            tx_count=self.stage_bytes * self.pair,
+            cta_layout_vmnk=cta_layout,
+            defer_sync=True,
+        )
+        accumulators = pipeline.PipelineUmmaAsync.create(
+            barrier_storage=storage.accumulator_barriers.data_ptr(),
+            num_stages=ACCUMULATORS,
+            producer_group=one_thread,
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, EPILOGUE_WARPS * self.pair),
+            cta_layout_vmnk=cta_layout,
+            defer_sync=True,
+        )
+        ring, s_tiles = self.scheduler.make_ring(storage.ring_barriers.data_ptr(), storage.ring_tiles.data_ptr())
+        tensor_memory = memory.TmemAllocator(
+            storage.tensor_memory.ptr,
+            barrier_for_retrieve=pipeline.NamedBarrier(
+                barrier_id=TENSOR_MEMORY_BARRIER, num_threads=EPILOGUE_THREADS + 32
+            ),
+            allocator_warp_id=0,
+            is_two_cta=tile.two_cta,
+            two_cta_tmem_dealloc_mbar_ptr=storage.free_barrier.ptr,
+        )
+        pipeline.pipeline_init_arrive(cluster_shape_mn=cta_layout, is_relaxed=True)
+        s_a = storage.a.get_tensor(s_layout_a.outer, swizzle=s_layout_a.inner)
+        s_b = storage.b.get_tensor(s_layout_b.outer, swizzle=s_layout_b.inner)
+        s_d = storage.d.get_tensor(s_layout_d.outer, swizzle=s_layout_d.inner)
+        acc_shape = tiled_mma.partition_shape_C(self.mma_tile[:2])
+        acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, ACCUMULATORS)).layout
+        pipeline.pipeline_init_wait(cluster_shape_mn=cta_layout)
+
+        k_tiles = cute.ceil_div(k, tile.k)
+        if warp == SCHEDULER_WARP:
+            self.scheduler.publish_tiles(ring, s_tiles, offsets, m, n, l)
+        if warp == LOAD_WARP:
+            self.load(
+                stages, ring, s_tiles, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, maps, cta_layout, k_tiles, l
+            )
+        if warp == MATH_WARP:
+            tensor_memory.wait_for_alloc()
+            acc = cute.make_tensor(tensor_memory.retrieve_ptr(Float32), acc_layout)
+            self.compute(stages, accumulators, ring, s_tiles, tiled_mma, s_a, s_b, acc, k_tiles, l)
+        if warp < EPILOGUE_WARPS:
+            tensor_memory.allocate(ACCUMULATORS * tile.n)
+            tensor_memory.wait_for_alloc()
+            base = tensor_memory.retrieve_ptr(Float32)
+            acc = cute.make_tensor(base, acc_layout)
+            self.finish(accumulators, ring, s_tiles, acc, s_d, atom_d, m_d, alpha, prob, tidx, warp, l)
+            tensor_memory.relinquish_alloc_permit()
+            tensor_memory.free(base)
+
+    @cute.jit
+    def load(self, stages, ring, s_tiles, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, maps, cta_layout, k_tiles, l):
+        """The load warp: for every tile, this CTA's part of every stage of A and B."""
+        tile = self.tile
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        coord = cta_layout.get_flat_coord(rank)
+        mask_a = cpasync.create_tma_multicast_mask(cta_layout, coord, mcast_mode=2)
+        mask_b = cpasync.create_tma_multicast_mask(cta_layout, coord, mcast_mode=1)
+        thr_mma = tiled_mma.get_slice(coord[0])
+
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
+        expert, row, _, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+        ring_state.advance()
+        while expert >= 0:
+            if expert < l:
+                pair_row = row - coord[0] * tile.m
+                g_a = cute.local_tile(
+                    cute.domain_offset((pair_row, 0), m_a), cute.select(self.mma_tile, [0, 2]), (0, None)
+                )
+                part_s_a, part_g_a = cpasync.tma_partition(
+                    atom_a, coord[2], cute.make_layout(cute.size(cta_layout, mode=[2])),
+                    cute.group_modes(s_a, 0, 3), cute.group_modes(thr_mma.partition_A(g_a), 0, 3),
+                )  # fmt: skip
+                # Of one stacked array the expert is a coordinate; else every expert has a map of its own.
+                map_b, map_expert = None, expert
+                if cutlass.const_expr(self.variant.weights == "pointers"):
+                    map_b, map_expert = tensor_maps.pointer_to_map(maps, expert), 0
+                    cpasync.fence_tma_desc_acquire(map_b)
+                g_b = cute.local_tile(
+                    cute.domain_offset((col, 0, map_expert), m_b), cute.select(self.mma_tile, [1, 2]), (0, None, 0)
+                )
+                part_s_b, part_g_b = cpasync.tma_partition(
+                    atom_b, coord[1], cute.make_layout(cute.size(cta_layout, mode=[1])),
+                    cute.group_modes(s_b, 0, 3), cute.group_modes(thr_mma.partition_B(g_b), 0, 3),
+                )  # fmt: skip
+                for k_tile in cutlass.range(k_tiles, unroll=1):
+                    stages.producer_acquire(state)
+                    barrier = stages.producer_get_barrier(state)
+                    cute.copy(
+                        atom_a, part_g_a[None, k_tile], part_s_a[None, state.index],
+                        tma_bar_ptr=barrier, mcast_mask=mask_a,
+                    )  # fmt: skip
+                    cute.copy(
+                        atom_b, part_g_b[None, k_tile], part_s_b[None, state.index],
+                        tma_bar_ptr=barrier, mcast_mask=mask_b, tma_desc_ptr=map_b,
+                    )  # fmt: skip
+                    state.advance()
+            expert, row, _, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+            ring_state.advance()
+        stages.producer_tail(state)
+
+    @cute.jit
+    def compute(self, stages, accumulators, ring, s_tiles, tiled_mma, s_a, s_b, acc, k_tiles, l):
+        """The math warp. A pair's other CTA only keeps step with the tiles."""
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        leader = rank % self.pair == 0
+        r_a = tiled_mma.make_fragment_A(s_a)
+        r_b = tiled_mma.make_fragment_B(s_b)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, ACCUMULATORS)
+        ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
+        expert, _, _, _ = self.scheduler.read_tile(ring, s_tiles, ring_state)
+        ring_state.advance()
+        while expert >= 0:
+            if expert < l:
+                if leader:
+                    accumulators.producer_acquire(acc_state)
+                    tile_acc = acc[None, None, None, acc_state.index]
+                    tiled_mma.set(tcgen05.Field.ACCUMULATE, False)
+                    for _ in cutlass.range(k_tiles, unroll=1):
+                        stages.consumer_wait(state)
+                        for block in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
+                            at = (None, None, block, state.index)
+                            cute.gemm(tiled_mma, tile_acc, r_a[at], r_b[at], tile_acc)
+                            tiled_mma.set(tcgen05.Field.ACCUMULATE, True)
+                        stages.consumer_release(state)
+                        state.advance()
+                    accumulators.producer_commit(acc_state)
+                acc_state.advance()
+            expert, _, _, _ = self.scheduler.read_tile(ring, s_tiles, ring_state)
+            ring_state.advance()
+        accumulators.producer_tail(acc_state)
+
+    @cute.jit
+    def finish(self, accumulators, ring, s_tiles, acc, s_d, atom_d, m_d, alpha, prob, thread, warp, l):
+        """The epilogue warps: thread t holds row t of a slab; scales, converts and stores it."""
+        # (rows of this CTA, columns, accumulator), cut into slabs
+        slabs_acc = cute.flat_divide(utils.gemm.sm100.transform_partitioned_tensor_layout(acc), self.slab)
+        load_atom = cute.make_copy_atom(
+            tcgen05.Ld32x32bOp(tcgen05.Repetition(self.slab[1]), tcgen05.Pack.NONE), Float32
+        )
+        tiled_load = tcgen05.make_tmem_copy(load_atom, slabs_acc[None, None, 0, 0, 0])
+        thr_load = tiled_load.get_slice(thread)
+        t_acc = thr_load.partition_S(slabs_acc)
+        r_acc = cute.make_rmem_tensor(thr_load.partition_D(s_d)[None, None, None, 0].shape, Float32)
+
+        store_atom = blackwell_helpers.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, self.d_dtype, Float32, tiled_load)
+        tiled_copy = cute.make_tiled_copy_D(store_atom, tiled_load)
+        slabs = epilogue.SlabStore(
+            atom_d, m_d, s_d, tiled_copy.get_slice(thread).partition_D(s_d), tiled_copy, warp,
+            pipeline.NamedBarrier(barrier_id=SLAB_BARRIER, num_threads=EPILOGUE_THREADS),
+        )  # fmt: skip
+
+        acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, ACCUMULATORS)
+        ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
+        stage_d = Int32(0)
+        expert, row, row_end, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+        ring_state.advance()
+        while expert >= 0:
+            in_group = expert < l and row + thread < row_end
+            if cutlass.const_expr(self.variant.scaled):
+                a = epilogue.load_scale(alpha, expert, expert < l)
+                p = epilogue.load_scale(prob, row + thread, in_group)
+            if expert < l:
+                accumulators.consumer_wait(acc_state)
+            for slab in cutlass.range_constexpr(self.num_slabs):
+                r_acc.fill(0.0)
+                if expert < l:
+                    cute.copy(tiled_load, t_acc[None, None, None, 0, slab, acc_state.index], r_acc)
+                    cute.arch.fence_view_async_tmem_load()
+                    if cutlass.const_expr(slab == self.num_slabs - 1):
+                        cute.arch.sync_warp()
+                        with cute.arch.elect_one():
+                            accumulators.consumer_release(acc_state)
+                        acc_state.advance()
+                if cutlass.const_expr(self.variant.scaled):
+                    for i in cutlass.range_constexpr(cute.size(r_acc)):
+                        r_acc[i] = r_acc[i] * a * p
+                slabs.store(tiled_copy.retile(r_acc), stage_d, row, row_end, col + slab * self.slab[1])
+                stage_d = (stage_d + 1) % epilogue.SLAB_STAGES
+            expert, row, row_end, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+            ring_state.advance()
+        if warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
