@@ -30,7 +30,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 say = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup build demo test test-gpu bench lint format wheel clean
+.PHONY: help setup build demo test test-gpu sanitize bench lint format wheel clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -83,6 +83,14 @@ test: build lint ## everything that needs no GPU: lint, C++ tests, Python tests
 test-gpu: ## the tests that need a GPU, on what `make build` left (or was carried over)
 	@test -e $(DATA)/manifest.json || { echo "$(DATA) is empty: run make build here, or copy the folder from where you did" >&2; exit 1; }
 	@$(RUN) -m pytest -m gpu
+
+SANITIZERS ?= memcheck racecheck synccheck initcheck
+sanitize: ## compute-sanitizer over a sweep of small problems on this machine's GPU
+	@for tool in $(SANITIZERS); do \
+	    $(say) "sanitize: $$tool"; \
+	    XLA_PYTHON_CLIENT_PREALLOCATE=false compute-sanitizer --tool $$tool --error-exitcode 1 --kernel-name kernel_substring=kernel_cutlass \
+	        $(RUN) tests/gpu_programs/small_problems.py; \
+	done
 
 bench: ## the forward benchmark on this machine's GPU (BENCH_ARGS="--rows ... --arms ... --reps ...")
 	@test -e $(DATA)/manifest.json || { echo "$(DATA) is empty: run make build here, or copy the folder from where you did" >&2; exit 1; }

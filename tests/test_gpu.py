@@ -1,0 +1,251 @@
+"""The compiled kernels through jax.jit, on a real GPU, against the float64 oracle."""
+
+import functools
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from jax_grouped_gemm import config, ffi_call, grouped_gemm
+
+pytestmark = pytest.mark.gpu
+
+PROGRAMS = pathlib.Path(__file__).parent / "gpu_programs"
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _jitted(arrays, options):
+    return grouped_gemm(**arrays, **dict(options), implementation="cutedsl")
+
+
+def kernels(**arguments):
+    arrays = {name: x for name, x in arguments.items() if isinstance(x, (jax.Array, tuple))}
+    return _jitted(arrays, tuple((name, x) for name, x in arguments.items() if name not in arrays))
+
+
+def check(case, weights="dense"):
+    arguments = case.arguments()
+    if weights != "dense":
+        b = arguments.pop("b")
+        experts = tuple(jax.device_put(np.asarray(b[g])) for g in range(b.shape[0]))
+        if weights == "tuple":
+            arguments["b"] = experts
+        else:
+            addresses = np.array([w.unsafe_buffer_pointer() for w in experts], np.int64)
+            arguments["b_ptrs"] = jnp.asarray(addresses.view(np.uint8))
+            arguments["n"] = case.b.shape[1 if case.b_major == "k" else 2]
+    poison_the_allocator(case)
+    got = jax.block_until_ready(kernels(**arguments))
+    oracle.assert_close(got, oracle.oracle(case), case)
+    return np.asarray(got)
+
+
+def poison_the_allocator(case):
+    """Leaves NaN in freed memory of D's size, so that an element that no kernel writes does not look right."""
+    n = case.b.shape[1 if case.b_major == "k" else 2]
+    jax.block_until_ready([jnp.full((case.a.shape[0], n), jnp.nan, case.d_dtype) for _ in range(3)])
+
+
+@pytest.fixture(params=[None, *range(3)], ids=["rule", "first", "second", "third"])
+def tile(request, monkeypatch):
+    """The rule's tile, and each compiled tile of this GPU's architecture, forced."""
+    if request.param is not None:
+        arch = ffi_call.architecture(jax.devices("cuda")[0].compute_capability)
+        if request.param >= len(config.TILES[arch]):
+            pytest.skip("this architecture has fewer tiles")
+        monkeypatch.setattr(
+            config, "select_tile", lambda arch, *_: config.TILES[arch][min(request.param, len(config.TILES[arch]) - 1)]
+        )
+    jax.clear_caches()  # lowerings made with another tile
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("b_major", config.B_MAJORS)
+@pytest.mark.parametrize("weights", ["dense", "pointers", "tuple"])
+def test_every_variant(rng, tile, b_major, weights):
+    for d_dtype, (alpha, prob) in itertools.product(
+        config.D_DTYPES, [(False, False), (True, False), (False, True), (True, True)]
+    ):
+        case = oracle.make_case(
+            rng, 4, 700, 392, 200, offsets=[100, 100, 333, 650],
+            b_major=b_major, d_dtype=d_dtype, alpha=alpha, prob=prob,
+        )  # fmt: skip
+        check(case, weights)
+
+
+def test_all_patterns_of_empty_groups(rng, tile):
+    for pattern in range(256):
+        sizes = [int(rng.integers(1, 300)) if pattern >> g & 1 else 0 for g in range(8)]
+        m = sum(sizes) + int(rng.integers(0, 2)) * 37
+        m += m == 0
+        # One shape for all, so that the program is compiled once: what is left over is tail.
+        check(oracle.make_case(rng, 8, 2400, 136, 72, offsets=oracle.ends(sizes)))
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        [0] * 8,
+        [700] * 5,
+        [0, 0, 0, 700],
+        [1, 2, 3, 4],
+        [127, 255, 257, 700],
+        [128, 256, 384, 512],
+        [256, 512],
+        [-5, 10, 3, 2**31 - 1],
+        [5, 600, 100, -(2**31)],
+        [2**31 - 1] * 3,
+        [-(2**31)] * 3,
+    ],
+)
+def test_hostile_and_odd_offsets(rng, tile, offsets):
+    check(oracle.make_case(rng, len(offsets), 700, 520, 104, offsets=offsets))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 8, 8), (3, 1000, 264, 8), (2, 300, 136, 2**16), (5, 513, 1000, 1000), (1, 129, 8, 4096)]
+)
+def test_odd_shapes(rng, tile, shape):
+    check(oracle.make_case(rng, *shape))
+
+
+@pytest.mark.parametrize("l", [31, 32, 33, 128, 1000, 1024])
+def test_many_experts(rng, tile, l):
+    check(oracle.make_case(rng, l, 3000, 256, 64))
+    for weights in ("pointers", "tuple"):
+        check(oracle.make_case(rng, l, 500, 64, 64), weights)
+
+
+def test_one_hot_group(rng):
+    check(oracle.make_case(rng, 128, 8192, 1536, 512, offsets=[0] * 77 + [8192] * 51))
+
+
+def test_random_problems(rng):
+    for _ in range(40):
+        l, m = int(rng.integers(1, 70)), int(rng.integers(1, 5000))
+        n, k = 8 * int(rng.integers(1, 130)), 8 * int(rng.integers(1, 130))
+        d_dtype = config.D_DTYPES[rng.integers(3)]
+        check(oracle.make_case(rng, l, m, n, k, b_major=config.B_MAJORS[rng.integers(2)], d_dtype=d_dtype))
+
+
+def test_as_accurate_as_xla(rng):
+    case = oracle.make_case(rng, 6, 3000, 1024, 2048, alpha=False, prob=False)
+    ours = oracle.relative_error(check(case), oracle.oracle(case), case)
+    xla = oracle.relative_error(oracle.xla_product(case), oracle.oracle(case), case)
+    assert ours <= 1.01 * xla
+
+
+def test_bitwise_repeatable(rng):
+    case = oracle.make_case(rng, 64, 8192, 2048, 1024, d_dtype="float32")
+    arguments = case.arguments()
+    first = np.asarray(kernels(**arguments))
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(kernels(**arguments)).view(np.int32), first.view(np.int32))
+
+
+def test_changed_offsets_do_not_recompile(rng):
+    traces = []
+
+    @jax.jit
+    def program(a, b, offsets):
+        traces.append(1)
+        return grouped_gemm(a, b, offsets)
+
+    for _ in range(5):
+        case = oracle.make_case(rng, 9, 1000, 256, 256, alpha=False, prob=False)
+        arguments = case.arguments()
+        oracle.assert_close(program(arguments["a"], arguments["b"], arguments["offsets"]), oracle.oracle(case), case)
+    assert len(traces) == 1
+
+
+def test_eager(rng):
+    case = oracle.make_case(rng, 9, 1000, 256, 256)
+    oracle.assert_close(grouped_gemm(**case.arguments()), oracle.oracle(case), case)
+
+
+def test_reference_on_gpu(rng):
+    case = oracle.make_case(rng, 9, 1000, 256, 256)
+    oracle.assert_close(grouped_gemm(**case.arguments(), implementation="reference"), oracle.oracle(case), case)
+
+
+@pytest.mark.parametrize("weights", ["dense", "tuple"])
+def test_no_temporaries_but_the_maps(rng, weights):
+    l, m, n, k = 16, 4096, 1024, 1024
+    a, offsets = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((l,), jnp.int32)
+    b = jax.ShapeDtypeStruct((l, n, k), jnp.bfloat16)
+    if weights == "tuple":
+        b = tuple(jax.ShapeDtypeStruct((n, k), jnp.bfloat16) for _ in range(l))
+    compiled = jax.jit(grouped_gemm).lower(a, b, offsets).compile()
+    limit = 0 if weights == "dense" else 2 * 128 * l + 1024  # XLA's own bookkeeping of a tuple result is in it
+    assert compiled.memory_analysis().temp_size_in_bytes <= limit
+
+
+def _rows_match(got, a, b, begin, end):
+    """Rows [begin, end) of one expert against XLA's float32 product, a slice at a time."""
+    for row in range(begin, end, 1 << 16):
+        stop = min(end, row + (1 << 16))
+        want = jnp.dot(a[row:stop], b.T, preferred_element_type=jnp.float32)
+        error = jnp.abs(got[row:stop].astype(jnp.float32) - want).max()
+        assert error <= 0.01 * jnp.abs(want).max(), (row, error)
+
+
+def test_more_than_2_31_elements():
+    key = jax.random.key(0)
+    # weights of 3.8e9 elements
+    l, m, n, k = 64, 1024, 14336, 4096
+    b = jax.jit(lambda: jax.random.normal(key, (l, n, k), jnp.bfloat16))()
+    a = jax.random.normal(key, (m, k), jnp.bfloat16)
+    ends = np.linspace(0, m, l + 1).astype(np.int32)[1:]
+    got = kernels(a=a, b=b, offsets=jnp.asarray(ends))
+    for g in (0, 1, 31, 32, 62, 63):
+        _rows_match(got, a, b[g], ends[g - 1] if g else 0, ends[g])
+    del b, got
+    # A and D of 2.5e9 elements
+    for m, n, k in ((300_001, 8200, 64), (600_001, 64, 4104)):
+        a = jax.jit(lambda m=m, k=k: jax.random.normal(key, (m, k), jnp.bfloat16))()
+        b = jax.random.normal(key, (2, n, k), jnp.bfloat16)
+        cut = m // 2 + 5
+        got = kernels(a=a, b=b, offsets=jnp.asarray([cut, m - 3], jnp.int32))
+        _rows_match(got, a, b[0], cut - 1000, cut)
+        _rows_match(got, a, b[1], m - 70_000, m - 3)
+        assert not got[m - 3 :].any()
+        del a, b, got
+
+
+def test_several_gpus(rng):
+    devices = jax.devices("cuda")
+    if len(devices) < 2:
+        pytest.skip("one GPU")
+    cases = [oracle.make_case(rng, 8, 2000, 512, 512) for _ in devices]
+    placed = [
+        {n: jax.device_put(x, d) if isinstance(x, jax.Array) else x for n, x in c.arguments().items()}
+        for c, d in zip(cases, devices, strict=True)
+    ]
+    for _ in range(5):
+        results = [kernels(**arguments) for arguments in placed]  # in flight on all devices at once
+        for got, case, device in zip(results, cases, devices, strict=True):
+            assert got.devices() == {device}
+            oracle.assert_close(got, oracle.oracle(case), case)
+
+
+def run_program(name, *arguments, **environment):
+    result = subprocess.run(
+        [sys.executable, PROGRAMS / name, *arguments], capture_output=True, text=True, timeout=300,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_command_buffer_capture_and_replay():
+    flags = "--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL"
+    output = run_program("command_buffer.py", XLA_FLAGS=flags)
+    assert "captured and replayed" in output
