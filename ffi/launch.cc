@@ -13,8 +13,8 @@
 namespace jgg {
 namespace {
 
-// The kernels count in int32.
-constexpr int64_t kExtentLimit = std::numeric_limits<int32_t>::max();
+// The kernels count in int32, and a tile may reach past the end of an extent.
+constexpr int64_t kExtentLimit = std::numeric_limits<int32_t>::max() - 1024;
 
 std::atomic<bool> counting{false};
 std::atomic<int64_t> launches{0};
@@ -150,10 +150,6 @@ FieldValues Values(const Driver& driver, const Problem& problem, const Where& wh
   Encode(driver, ViewB(problem), *kernel.FindMap(MAP_B), where, &values.map_b);
   if (const MapSpec* map_d = kernel.FindMap(MAP_D)) {
     const uint32_t box_rows = map_d->box[1];
-    if (problem.m > kExtentLimit - box_rows) {
-      InvalidArgument("m must be at most ", kExtentLimit - box_rows, "; got ", problem.m,
-                      "; split the operand");
-    }
     Encode(driver, ViewRaggedD(problem, box_rows), *map_d, where, &values.map_d);
     values.d_rows = static_cast<int32_t>(problem.m + box_rows);
   }

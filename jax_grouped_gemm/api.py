@@ -49,7 +49,7 @@ def grouped_gemm(
       implementation: "cutedsl" for the CUDA kernels, "reference" for plain JAX, None for the kernels on GPUs of
         compute capability 9.0 and 10.x and the reference elsewhere.
 
-    K and N must be multiples of 8; M, N and K must each be less than 2^31, their products need not.
+    K and N must be multiples of 8; M, N and K must each be less than 2^31 - 2^10, their products need not.
 
     Returns:
       (M, N) of `d_dtype`. Where M, N, K or L is 0, zeros.

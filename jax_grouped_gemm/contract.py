@@ -13,7 +13,7 @@ import numpy as np
 from jax_grouped_gemm import config
 
 ALIGNMENT = 8  # elements: the copy engine reads rows of whole 16-byte units
-SIZE_LIMIT = 2**31  # each extent is an int32 on the device; their products are 64-bit
+SIZE_LIMIT = 2**31 - 2**10  # extents are int32 on the device, where a tile may reach past the end; products are 64-bit
 IMPLEMENTATIONS = (None, "cutedsl", "reference")
 
 
@@ -200,7 +200,7 @@ def _vector(name, array, dtype, size, symbol, meaning):
 def _limits(m, n, k):
     for name, size in (("M", m), ("N", n), ("K", k)):
         if size >= SIZE_LIMIT:
-            raise ValueError(f"{name} must be less than 2^31; got {size}; split the call")
+            raise ValueError(f"{name} must be less than 2^31 - 2^10; got {size}; split the call")
 
 
 def _alignment(name, what, size):

@@ -101,11 +101,11 @@ WRONG_CALLS = {
         {"b": struct(4, 12, 32)},
         "N (the output columns) must be a multiple of 8; got 12; pad it with zeros to 16",
     ),
-    "M limit": ({"a": struct(2**31, 32)}, "M must be less than 2^31; got 2147483648; split the call"),
-    "N limit": ({"b": struct(4, 2**31, 32)}, "N must be less than 2^31; got 2147483648; split the call"),
+    "M limit": ({"a": struct(2**31 - 2**10, 32)}, "M must be less than 2^31 - 2^10; got 2147482624; split the call"),
+    "N limit": ({"b": struct(4, 2**31 - 2**10, 32)}, "N must be less than 2^31 - 2^10; got 2147482624; split the call"),
     "K limit": (
-        {"a": struct(64, 2**31), "b": struct(4, 16, 2**31)},
-        "K must be less than 2^31; got 2147483648; split the call",
+        {"a": struct(64, 2**31 - 2**10), "b": struct(4, 16, 2**31 - 2**10)},
+        "K must be less than 2^31 - 2^10; got 2147482624; split the call",
     ),
     "offsets shape": (
         {"offsets": struct(5, dtype=jnp.int32)},

@@ -11,7 +11,20 @@ import pytest
 import jax_grouped_gemm
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGETS = {"help", "setup", "build", "demo", "test", "test-gpu", "bench", "lint", "format", "wheel", "clean"}
+TARGETS = {
+    "help",
+    "setup",
+    "build",
+    "demo",
+    "test",
+    "test-gpu",
+    "sanitize",
+    "bench",
+    "lint",
+    "format",
+    "wheel",
+    "clean",
+}
 
 
 def tracked():

@@ -111,10 +111,11 @@ def _trace(kernel):
         module = importlib.import_module(f"..kernels.gemm_sm{kernel.arch}", __package__)
         program = module.GroupedGemm(kernel.variant)
         d_dtype = operands.DTYPES[kernel.variant.d_dtype]
+        scale = pointer(Float32, 4) if kernel.variant.scaled else None
         maps = None if kernel.variant.weights == "dense" else pointer(Int64, 128)
         arguments = [
             *(pointer(BFloat16, 16), pointer(BFloat16, 16), pointer(d_dtype, 16)),
-            *(maps, pointer(Int32, 4), pointer(Float32, 4), pointer(Float32, 4)),
+            *(maps, pointer(Int32, 4), scale, scale),
             *(Int32(1), Int32(8), Int32(8), Int32(1), Int32(1)),
         ]
     else:

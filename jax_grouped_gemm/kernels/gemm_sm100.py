@@ -54,7 +54,7 @@ class GroupedGemm:
         self.stages = (SHARED_BYTES - slab_bytes) // self.stage_bytes
 
     def fields(self):
-        return operands.forward_fields(self.variant.weights)
+        return operands.forward_fields(self.variant.weights, self.variant.scaled)
 
     def boxes(self):
         """Box of each tensor map, innermost dimension first: what one CTA brings or stores by one copy."""
@@ -70,8 +70,8 @@ class GroupedGemm:
         d: cute.Pointer,
         maps: cute.Pointer | None,
         offsets: cute.Pointer,
-        alpha: cute.Pointer,
-        prob: cute.Pointer,
+        alpha: cute.Pointer | None,
+        prob: cute.Pointer | None,
         m: Int32,
         n: Int32,
         k: Int32,
@@ -170,8 +170,8 @@ class GroupedGemm:
         m_d: cute.Tensor,
         maps: cute.Pointer | None,
         offsets: cute.Pointer,
-        alpha: cute.Pointer,
-        prob: cute.Pointer,
+        alpha: cute.Pointer | None,
+        prob: cute.Pointer | None,
         m: Int32,
         n: Int32,
         k: Int32,

@@ -40,8 +40,9 @@ def ragged_rows_of_d(pointer, m, n, box_rows):
     return cute.make_tensor(shifted.iterator, layout)
 
 
-def forward_fields(weights):
+def forward_fields(weights, scaled):
     """Fields of every parameter of a forward kernel, in order: tensor maps with the dynamic extents of their tensors, pointers, extents."""
+    scales = [["PTR_ALPHA"], ["PTR_PROB"]] if scaled else []
     experts, maps = ("DIM_L", []) if weights == "dense" else ("DIM_ONE", [["PTR_MAPS"]])
     return [
         ["MAP_A"],
@@ -52,8 +53,7 @@ def forward_fields(weights):
         ["DIM_N", "DIM_D_ROWS"],
         *maps,
         ["PTR_OFFSETS"],
-        ["PTR_ALPHA"],
-        ["PTR_PROB"],
+        *scales,
         ["DIM_M"],
         ["DIM_N"],
         ["DIM_K"],
