@@ -84,11 +84,14 @@ test-gpu: ## the tests that need a GPU, on what `make build` left (or was carrie
 	@test -e $(DATA)/manifest.json || { echo "$(DATA) is empty: run make build here, or copy the folder from where you did" >&2; exit 1; }
 	@$(RUN) -m pytest -m gpu
 
+# Every buffer is an allocation of its own, so that an access past one is seen. initcheck does not know of stores by the
+# copy engine and takes D for unwritten when it is copied to the host: there it checks what our kernels read, no more.
 SANITIZERS ?= memcheck racecheck synccheck initcheck
 sanitize: ## compute-sanitizer over a sweep of small problems on this machine's GPU
 	@for tool in $(SANITIZERS); do \
 	    $(say) "sanitize: $$tool"; \
-	    XLA_PYTHON_CLIENT_PREALLOCATE=false compute-sanitizer --tool $$tool --error-exitcode 1 --report-api-errors no \
+	    options="--report-api-errors no"; [ $$tool != initcheck ] || options="--check-api-memory-access no"; \
+	    XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool $$tool --error-exitcode 1 $$options \
 	        --kernel-name kernel_substring=kernel_cutlass $(RUN) tests/gpu_programs/small_problems.py; \
 	done
 
