@@ -22,13 +22,13 @@ def jax_for_this_machine():
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
 build = project["build-system"]["requires"]
-jaxlib = [line for line in build if line.startswith("jaxlib")]
+oldest_jax = [line for line in build if line.startswith("jax")]
 wanted = {
-    "dev": [line for line in build if line not in jaxlib]
+    "dev": [line for line in build if line not in oldest_jax]
     + project["project"]["dependencies"]
     + project["project"]["optional-dependencies"]["dev"]
     + jax_for_this_machine(),
     # The first one, without its marker: the headers do not depend on the Python that fetches them.
-    "headers": [jaxlib[0].split(";")[0]],
+    "headers": [oldest_jax[0].split(";")[0]],
 }
 print("\n".join(wanted[sys.argv[1]]))
