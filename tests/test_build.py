@@ -1,0 +1,484 @@
+"""The compiled kernels, every one: that each is the code meant, within the hardware's limits; and the build around them.
+
+Reads what `make build` left in build/aot. Needs no GPU: cuobjdump and nvdisasm, from their packages, read the cubins.
+"""
+
+import concurrent.futures
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import pathlib
+import re
+import shutil
+import struct
+import subprocess
+
+import pytest
+
+from jax_grouped_gemm import config
+from jax_grouped_gemm.aot import build as build_module
+from jax_grouped_gemm.aot import kernels as kernels_module
+from jax_grouped_gemm.aot import table
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+AOT = pathlib.Path(os.environ.get("BUILD", ROOT / "build")) / "aot"
+KERNELS = {kernel.name: kernel for kernel in kernels_module.all_kernels()}
+
+SHARED_MEMORY_LIMIT = 232448  # of a CTA on both architectures: 228 KiB of an SM, less 1 KiB for the system
+REGISTERS_OF_AN_SM = 65536
+TENSOR_MEMORY_COLUMNS = 512
+INSTRUCTION_BYTES = 16
+MATRIX_K = 16  # of one matrix instruction on 16-bit elements
+SWIZZLE_COLUMNS = 64  # 16-bit elements that a copy of an N-major B brings per row: one swizzle atom
+
+forward = pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel.variant])
+prologues = pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if not kernel.variant])
+every_kernel = pytest.mark.parametrize("name", KERNELS)
+
+
+@pytest.fixture(scope="module")
+def manifest():
+    return json.loads((AOT / "manifest.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def facts(manifest):
+    return {kernel["name"]: kernel for kernel in manifest["kernels"]}
+
+
+def ptx(name):
+    return (AOT / f"{name}.ptx").read_text()
+
+
+def tool(name):
+    """Of the package that pyproject's dev extra lists, or the CUDA toolkit's."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [pathlib.Path(folder) for folder in (spec.submodule_search_locations or [] if spec else [])]
+    packaged = sorted(path for folder in folders for path in folder.glob(f"*/bin/{name}"))
+    return packaged[-1] if packaged else name
+
+
+def output(*command):
+    """Standard error holds only the tools' remarks about ELF formats."""
+    command = list(map(str, command))
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+
+
+def machine_code(cubin):
+    """The one code section of an ELF file."""
+    (table_offset,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_bytes, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
+    # (name, offset, bytes) of each section
+    entry = struct.Struct("<I20xQQ")
+    sections = [entry.unpack_from(cubin, table_offset + i * entry_bytes) for i in range(count)]
+    names = cubin[sections[names_index][1] :]
+    (code,) = (cubin[at : at + size] for name, at, size in sections if names[name:].startswith(b".text."))
+    return code
+
+
+@pytest.fixture(scope="module")
+def sass(tmp_path_factory):
+    """Machine code of every kernel, as instructions without predicates.
+
+    nvdisasm takes a third of a second to start: all of an architecture's code goes through it at once.
+    """
+    instruction = re.compile(r"/\*([0-9a-f]+)\*/\s+(?:@!?\w+\s+)?([A-Z][^;]*?)\s*;")
+    found = {}
+    for arch in config.TILES:
+        names = [name for name, kernel in KERNELS.items() if kernel.arch == arch]
+        codes = [machine_code((AOT / f"{name}.cubin").read_bytes()) for name in names]
+        path = tmp_path_factory.mktemp("sass") / "code"
+        path.write_bytes(b"".join(codes))
+        listing = instruction.findall(output(tool("nvdisasm"), "-ndf", "-novliw", "--binary", f"SM{arch}", path))
+        assert [int(address, 16) for address, _ in listing] == list(range(0, path.stat().st_size, INSTRUCTION_BYTES))
+        instructions = (text for _, text in listing)
+        for name, code in zip(names, codes, strict=True):
+            found[name] = list(itertools.islice(instructions, len(code) // INSTRUCTION_BYTES))
+    return found
+
+
+@pytest.fixture(scope="module")
+def usage():
+    """{"REG": ..., "STACK": ..., "LOCAL": ..., ...} of every kernel."""
+    reports = {name: output(tool("cuobjdump"), "-res-usage", AOT / f"{name}.cubin") for name in KERNELS}
+    return {
+        name: {key: int(value) for key, value in re.findall(r"(\w+)(?:\[\d\])?:(\d+)", report.rpartition("\n  ")[2])}
+        for name, report in reports.items()
+    }
+
+
+def opcodes(instructions, pattern):
+    return [found[0] for found in (re.match(rf"(?:{pattern})\S*", text) for text in instructions) if found]
+
+
+# --- which kernels ----------------------------------------------------------------------------------------------------
+
+
+def test_exactly_the_configured_kernels(facts, manifest):
+    wanted = {variant.name for arch in config.TILES for variant in config.variants(arch)}
+    wanted |= {config.prologue_name(arch, source) for arch in config.TILES for source in ("memory", "value")}
+    assert set(facts) == wanted == set(KERNELS)
+    assert len(manifest["kernels"]) == len(wanted)
+    assert {path.stem for path in AOT.glob("*.cubin")} == {path.stem for path in AOT.glob("*.ptx")} == wanted
+
+
+@every_kernel
+def test_files_are_those_of_the_manifest(name, facts):
+    cubin = (AOT / f"{name}.cubin").read_bytes()
+    assert len(cubin) == facts[name]["cubin_bytes"]
+    assert hashlib.sha256(cubin).hexdigest() == facts[name]["sha256"]
+    assert hashlib.sha256(ptx(name).encode()).hexdigest() == facts[name]["ptx_sha256"]
+
+
+def test_no_two_kernels_are_the_same(facts):
+    assert len({fact["sha256"] for fact in facts.values()}) == len(facts)
+    assert len({fact["ptx_sha256"] for fact in facts.values()}) == len(facts)
+
+
+@every_kernel
+def test_target(name, facts):
+    target = {90: "sm_90a", 100: "sm_100f"}[KERNELS[name].arch]
+    assert facts[name]["target"] == target
+    assert re.findall(r"^\.target (.*)$", ptx(name), re.MULTILINE) == [target]
+    assert re.findall(r"^\.address_size (.*)$", ptx(name), re.MULTILINE) == ["64"]
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@every_kernel
+def test_nothing_in_local_memory(name, usage, sass):
+    assert usage[name]["STACK"] == usage[name]["LOCAL"] == 0
+    assert opcodes(sass[name], "STL|LDL") == []
+
+
+@every_kernel
+def test_fits_an_sm(name, facts, usage):
+    assert facts[name]["smem_bytes"] <= SHARED_MEMORY_LIMIT
+    assert re.findall(r"\.reqntid (\d+), 1, 1|\.maxntid (\d+)", ptx(name)) == [(str(facts[name]["threads"]), "")]
+    # A warp's registers are given out in units of 256, so a thread's in units of 8.
+    assert -(-usage[name]["REG"] // 8) * 8 * facts[name]["threads"] <= REGISTERS_OF_AN_SM
+
+
+# --- the instructions meant -------------------------------------------------------------------------------------------
+
+
+@forward
+def test_matrix_instructions(name, sass):
+    tile = KERNELS[name].variant.tile
+    count = tile.k // MATRIX_K
+    in_ptx = re.findall(r"^\s*(?:@\S+\s+)?((?:wgmma\.mma|tcgen05\.mma|mma\.)\S*)", ptx(name), re.MULTILINE)
+    in_sass = opcodes(sass[name], r"\w*MMA\b")
+    if KERNELS[name].arch == 90:
+        assert in_ptx == [f"wgmma.mma_async.sync.aligned.m64n{tile.n}k{MATRIX_K}.f32.bf16.bf16"] * count
+        assert in_sass == [f"HGMMA.64x{tile.n}x{MATRIX_K}.F32.BF16"] * count
+    else:
+        group = 2 if tile.two_cta else 1
+        assert in_ptx == [f"tcgen05.mma.cta_group::{group}.kind::f16.collector::a::discard"] * count
+        assert in_sass == ["UTCHMMA.2CTA" if tile.two_cta else "UTCHMMA"] * count
+
+
+@forward
+def test_matrix_instructions_overlap_on_sm90(name, sass):
+    """ptxas serialises wgmma if it doubts the registers: it would put waits between them. The one wait in the loop over K leaves a group running."""
+    if KERNELS[name].arch != 90:
+        return
+    steps = KERNELS[name].variant.tile.k // MATRIX_K
+    wanted = (
+        ["WARPGROUP.ARRIVE"] + ["HGMMA"] * steps + ["WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"]
+    )
+    found = [text for text in sass[name] if text.startswith(("HGMMA", "WARPGROUP"))]
+    assert [re.sub(r"^HGMMA.*", "HGMMA", text) for text in found] == wanted
+
+
+@forward
+def test_copies(name, sass):
+    """Copy engine loads of A and B, multicast just where CTAs of a cluster share an operand; copy engine stores of D."""
+    variant = KERNELS[name].variant
+    tile = variant.tile
+    pair = 2 if tile.two_cta else 1
+    columns = 128 // {"bfloat16": 2, "float16": 2, "float32": 4}[variant.d_dtype]
+    loads_of_b = 1 if variant.b_major == "k" else tile.n // pair // SWIZZLE_COLUMNS
+
+    space = "cluster" if tile.two_cta else "cta"
+    ending = ".L2::cache_hint" + (".cta_group::2" if tile.two_cta else "")
+    multicast = ("cluster", ".multicast::cluster")
+    a = multicast if tile.cluster_n > 1 else (space, "")
+    b = multicast if tile.cluster_m > pair else (space, "")
+
+    def load(rank, to, many):
+        return f"cp.async.bulk.tensor.{rank}d.shared::{to}.global.tile.mbarrier::complete_tx::bytes{many}{ending}"
+
+    store = "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint"
+    copies = [load(2, *a)] + [load(3, *b)] * loads_of_b + [store] * (tile.n // columns)
+    assert re.findall(r"^\s*(cp\.async\.bulk\.tensor\S*)", ptx(name), re.MULTILINE) == copies
+
+    ending = ".2CTA" if tile.two_cta else ""
+    a, b = (".MULTICAST" if many else "" for _, many in (a, b))
+    copies = [f"UTMALDG.2D{a}{ending}"] + [f"UTMALDG.3D{b}{ending}"] * loads_of_b
+    assert opcodes(sass[name], "UTMALDG") == copies
+    assert opcodes(sass[name], "UTMASTG") == ["UTMASTG.3D"] * (tile.n // columns)
+    # Nothing else writes to global memory.
+    assert re.findall(r"\b(?:st|red|atom)\.global\S*", ptx(name)) == []
+
+
+@forward
+def test_conversion_and_scale(name, facts):
+    """Every accumulator is converted once, in pairs, and multiplied by alpha and prob only in kernels with scales."""
+    variant = KERNELS[name].variant
+    threads = {90: 256, 100: 128}[variant.arch]  # that hold accumulators
+    accumulators = variant.tile.m * variant.tile.n // threads
+    wanted = {"bfloat16": ["cvt.rn.bf16x2.f32"], "float16": ["cvt.rn.f16x2.f32"], "float32": []}[variant.d_dtype]
+    text = ptx(name)
+    assert re.findall(r"cvt\.r\S*", text) == wanted * (accumulators // 2)
+    assert len(re.findall(r"\b(?:mul|fma)\S*f32", text)) == (2 * accumulators if variant.scaled else 0)
+
+    fields = [field for field, _, _ in facts[name]["fields"]]
+    scales = ["PTR_ALPHA", "PTR_PROB"] if variant.scaled else []
+    assert [field for field in fields if field in ("PTR_ALPHA", "PTR_PROB")] == scales
+    assert fields.count("PTR_MAPS") == (variant.weights == "pointers")
+
+
+@forward
+def test_registers_move_to_the_math_warps_on_sm90(name, usage):
+    """One warpgroup gives up what two take, and that was there to take; on SM100 accumulators are not in registers."""
+    moves = re.findall(r"setmaxnreg\.(\w+)\.sync\.aligned\.u32\s+(\d+)", ptx(name))
+    if KERNELS[name].arch != 90:
+        assert moves == []
+        return
+    (dec, less), (inc, more) = moves
+    assert (dec, inc) == ("dec", "inc")
+    assert int(less) + 2 * int(more) <= 3 * usage[name]["REG"]
+
+
+@forward
+def test_tensor_memory(name):
+    """Allocated once, by as many CTAs as share instructions, and freed; read to the end before it is handed back."""
+    variant = KERNELS[name].variant
+    text = ptx(name)
+    if variant.arch != 100:
+        assert "tcgen05" not in text
+        return
+    group = 2 if variant.tile.two_cta else 1
+    allocation = rf"tcgen05\.(alloc|relinquish_alloc_permit|dealloc)\.cta_group::{group}\."
+    assert re.findall(allocation, text) == ["alloc", "relinquish_alloc_permit", "dealloc"]
+    (register,) = re.findall(r"tcgen05\.alloc\S*\s+\[%\w+\], (%r\d+);", text)
+    assert re.findall(rf"mov\.b32\s+{register}, (\d+);", text) == [str(TENSOR_MEMORY_COLUMNS)]
+    assert set(re.findall(r"cta_group::\d", text)) == {f"cta_group::{group}"}
+
+    events = re.findall(r"^\s*(?:@\S+\s+)?(tcgen05\.ld|tcgen05\.wait::ld|mbarrier\.arrive)", text, re.MULTILINE)
+    first = events.index("tcgen05.ld")
+    last = len(events) - 1 - events[::-1].index("tcgen05.wait::ld")
+    slabs = events.count("tcgen05.ld")
+    assert events[first : last + 1] == ["tcgen05.ld", "tcgen05.wait::ld"] * slabs
+    assert "mbarrier.arrive" in events[last + 1 :]
+
+
+@forward
+def test_maps_in_memory_are_acquired(name):
+    """Only where they come from memory, and before B is loaded through them."""
+    acquire, load = "fence.proxy.tensormap::generic.acquire.gpu", "cp.async.bulk.tensor.3d.shared"
+    found = re.findall(rf"{re.escape(acquire)}|{re.escape(load)}", ptx(name))
+    pointers = KERNELS[name].variant.weights == "pointers"
+    assert found.count(acquire) == pointers
+    assert found[0] == (acquire if pointers else load)
+    assert "tensormap.replace" not in ptx(name)
+
+
+@prologues
+def test_prologues_release_the_maps_they_write(name):
+    found = re.findall(r"(st\.global|tensormap\.replace|fence\.proxy[^ ;]*)", ptx(name))
+    writes = [key for key, _ in itertools.groupby(found)]
+    assert writes == ["st.global", "tensormap.replace", "fence.proxy.tensormap::generic.release.gpu"]
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+
+def test_build_id_depends_on_every_kernel(manifest):
+    kernels = manifest["kernels"]
+    ids = {manifest["build_id"]}
+    assert ids == {table.build_id(kernels)}
+    for i, kernel in enumerate(kernels):
+        for change in ({"sha256": "0" * 64}, {"param_bytes": kernel["param_bytes"] + 4}):
+            ids.add(table.build_id(kernels[:i] + [kernel | change] + kernels[i + 1 :]))
+    assert len(ids) == 1 + 2 * len(kernels)
+
+
+def test_table_says_what_the_manifest_says(manifest):
+    text = re.sub(r"^//.*", "", (AOT / "kernel_table.inc").read_text(), flags=re.MULTILINE)
+    # C++ to JSON: braces are lists, names are strings.
+    text = re.sub(r"\bADDRESS\((\d+)\)", r"ADDRESS_\1", text).translate(str.maketrans("{}", "[]"))
+    text = re.sub(r'(?<!")\b([A-Za-z_]\w*)\b(?!")', r'"\1"', text)
+    uses = [(macro, json.loads(f"[{values}]")) for macro, values in re.findall(r'"(\w+)"\((.*)\)', text)]
+    assert uses[0] == ("JGG_BUILD_ID", [manifest["build_id"]])
+    assert {macro for macro, _ in uses[1:]} == {"JGG_KERNEL"}
+
+    elements = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+    for (_, row), kernel in zip(uses[1:], manifest["kernels"], strict=True):
+        wanted = [kernel["name"], kernel["arch"], kernel["kind"].upper(), kernel["symbol"]]
+        wanted += [kernel[key] for key in ("threads", "smem_bytes", "param_bytes", "params", "fields")]
+        if kernel["kind"] == "forward":
+            d = elements[kernel["d_dtype"]]
+            maps = [
+                [field, d if field == "MAP_D" else "BF16", {"MAP_A": 2, "MAP_B": 3, "MAP_D": 3}[field], box, 128]
+                for field, box in kernel["maps"].items()
+            ]
+            major = {"k": "K_MAJOR", "n": "N_MAJOR"}[kernel["b_major"]]
+            wanted += [kernel["cluster"], kernel["tile"], major, d, maps]
+        assert row == wanted
+
+
+def test_manifest_says_what_the_variant_says(facts):
+    for name, fact in facts.items():
+        variant = KERNELS[name].variant
+        assert (fact["kind"], fact["arch"]) == (KERNELS[name].kind, KERNELS[name].arch)
+        if variant:
+            tile = variant.tile
+            assert (fact["tile"], fact["cluster"]) == ([tile.m, tile.n], [tile.cluster_m, tile.cluster_n])
+            assert (fact["b_major"], fact["d_dtype"]) == (variant.b_major, variant.d_dtype)
+
+
+def test_every_cubin_is_embedded():
+    embedded = re.findall(r'^(\w+):\n    \.incbin "(\w+)\.cubin"', (AOT / "cubins.S").read_text(), re.MULTILINE)
+    assert embedded == [(f"jgg_cubin_{name}", name) for name in KERNELS]
+
+
+def test_installed_manifest_is_this_one():
+    assert (ROOT / "jax_grouped_gemm" / "_data" / "manifest.json").read_bytes() == (AOT / "manifest.json").read_bytes()
+
+
+# --- what is compiled again -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return shutil.copytree(AOT, tmp_path / "aot")
+
+
+def times(folder):
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def contents(folder):
+    """Hashes: pytest would take minutes to say where megabytes differ."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_nothing_to_do_touches_nothing(copy):
+    before = times(copy)
+    build_module.build(copy, 1)
+    assert times(copy) == before
+
+
+def test_compiles_what_is_stale_and_reproduces_it(copy):
+    """Compiled for other sources, cut short, or without its mark: just these are compiled, to the same bytes."""
+    other, cut, unmarked = (
+        "sm90_maps_from_memory",
+        next(n for n in KERNELS if "sm90_forward" in n),
+        "sm90_maps_by_value",
+    )
+    record = json.loads((copy / f"{other}.json").read_text())
+    (copy / f"{other}.json").write_text(json.dumps(record | {"key": "of other sources"}))
+    (copy / f"{cut}.cubin").write_bytes((copy / f"{cut}.cubin").read_bytes()[:-1])
+    (copy / f"{unmarked}.json").unlink()
+    before = times(copy)
+    build_module.build(copy, 2)
+    after = times(copy)
+    stale = {f"{name}.{kind}" for name in (other, cut, unmarked) for kind in ("ptx", "cubin", "json")}
+    assert {name for name in after if after[name] != before.get(name)} == stale
+    assert contents(copy) == contents(AOT)
+
+
+def test_kernels_no_longer_wanted_are_removed(copy):
+    for kind in ("cubin", "ptx", "json"):
+        (copy / f"sm90_forward_of_old.{kind}").write_text("")
+    build_module.build(copy, 1)
+    assert contents(copy) == contents(AOT)
+
+
+@pytest.mark.parametrize(
+    ("source", "depends"),
+    [
+        ("gemm_sm90", lambda kernel: kernel.variant and kernel.arch == 90),
+        ("gemm_sm100", lambda kernel: kernel.variant and kernel.arch == 100),
+        ("scheduler", lambda kernel: kernel.variant),
+        ("epilogue", lambda kernel: kernel.variant),
+        ("operands", lambda kernel: True),
+        ("tensor_maps", lambda kernel: True),
+    ],
+)
+def test_a_kernel_depends_on_its_sources(source, depends, tmp_path, monkeypatch):
+    before = {name: kernel.key() for name, kernel in KERNELS.items()}
+    shutil.copytree(kernels_module.PACKAGE / "kernels", tmp_path / "kernels")
+    monkeypatch.setattr(kernels_module, "PACKAGE", tmp_path)
+    assert {name: kernel.key() for name, kernel in KERNELS.items()} == before
+    with (tmp_path / "kernels" / f"{source}.py").open("a") as file:
+        file.write("# changed\n")
+    changed = {name for name, kernel in KERNELS.items() if kernel.key() != before[name]}
+    assert changed == {name for name, kernel in KERNELS.items() if depends(kernel)}
+
+
+def test_no_source_is_forgotten():
+    """Every module of `kernels` is in the test above."""
+    modules = {path.stem for path in (kernels_module.PACKAGE / "kernels").glob("*.py")}
+    assert modules == {"__init__", "gemm_sm90", "gemm_sm100", "scheduler", "epilogue", "operands", "tensor_maps"}
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Instead of compiling, takes kernels from the build, in this process; fails for those in `failing`."""
+
+    class Compiler:
+        failing: frozenset[str] = frozenset()
+
+        def __init__(self):
+            self.compiled = []
+
+        def __call__(self, kernel, out):
+            if kernel.name in self.failing:
+                raise ValueError(f"no {kernel.name} today")
+            self.compiled.append(kernel.name)
+            for kind in ("ptx", "cubin", "json"):
+                shutil.copy(AOT / f"{kernel.name}.{kind}", out)
+            return 0.0
+
+    compiler = Compiler()
+    monkeypatch.setattr(build_module, "compile_to", compiler)
+    monkeypatch.setattr(build_module, "workers", lambda *_: concurrent.futures.ThreadPoolExecutor(1))
+    return compiler
+
+
+def test_first_build(compiler, tmp_path, monkeypatch):
+    written = []
+    write = table.write_if_changed
+    monkeypatch.setattr(table, "write_if_changed", lambda path, text: (written.append(path.name), write(path, text)))
+    build_module.build(tmp_path / "new", 1)
+    assert contents(tmp_path / "new") == contents(AOT)
+    assert compiler.compiled == list(KERNELS)
+    assert written[-1] == "manifest.json"
+
+
+def test_failed_first_build_leaves_no_tables(compiler, tmp_path):
+    compiler.failing = {"sm100_maps_by_value"}
+    with pytest.raises(ValueError, match="no sm100_maps_by_value today"):
+        build_module.build(tmp_path, 1)
+    assert not {"manifest.json", "kernel_table.inc", "cubins.S"} & set(times(tmp_path))
+
+
+def test_failed_build_keeps_the_tables_and_what_did_compile(compiler, copy):
+    """The tables still say what the last complete build was; the next build has only the rest to do."""
+    tables = {name: time for name, time in times(copy).items() if not name.startswith("sm")}
+    (copy / "sm90_maps_by_value.json").unlink()
+    (copy / "sm90_maps_from_memory.json").unlink()
+    compiler.failing = {"sm90_maps_by_value"}
+    with pytest.raises(ValueError, match="no sm90_maps_by_value today"):
+        build_module.build(copy, 1)
+    assert times(copy).items() >= tables.items()
+
+    compiler.failing, compiler.compiled = frozenset(), []
+    build_module.build(copy, 1)
+    assert compiler.compiled == ["sm90_maps_by_value"]
+    assert contents(copy) == contents(AOT)
