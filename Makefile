@@ -21,7 +21,7 @@ ifeq ($(VENV),)
 else
   RUN := $(VENV)/bin/python
   SETUP := $(VENV)/.ready
-  export PATH := $(abspath $(VENV)/bin):$(PATH)
+  export PATH := $(if $(filter /%,$(VENV)),$(VENV),$(CURDIR)/$(VENV))/bin:$(PATH)
 endif
 HEADERS := $(BUILD)/xla_headers
 DATA := jax_grouped_gemm/_data
@@ -45,6 +45,7 @@ $(SETUP): pyproject.toml .ci/requirements.py
 	@$(RUN) .ci/requirements.py dev > $(VENV)/requirements.txt
 	@$(RUN) -m pip install --quiet --upgrade pip
 	@$(RUN) -m pip install --quiet -r $(VENV)/requirements.txt
+	@$(RUN) -c 'import os, sysconfig; open(sysconfig.get_path("purelib") + "/jax_grouped_gemm.pth", "w").write(os.getcwd())'
 	@touch $@
 endif
 
@@ -62,7 +63,7 @@ $(HEADERS)/.ready: pyproject.toml .ci/requirements.py | $(SETUP)
 $(BUILD)/build.ninja: $(HEADERS)/.ready
 	@$(say) "build: configure"
 	@cmake -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_MESSAGE=LAZY -DPython3_EXECUTABLE="$$($(RUN) -c 'import sys; print(sys.executable)')" \
-	    -DJGG_XLA_FFI_INCLUDE=$(abspath $(HEADERS)/include) -DJGG_BUILD_TESTS=ON
+	    -DJGG_XLA_FFI_INCLUDE="$(CURDIR)/$(HEADERS)/include" -DJGG_BUILD_TESTS=ON
 
 # Ninja and the kernel build know what is stale; a second run takes a moment.
 build: setup $(BUILD)/build.ninja ## compile every kernel and the FFI library into jax_grouped_gemm/_data
@@ -82,6 +83,7 @@ test: build lint ## everything that needs no GPU: lint, C++ tests, Python tests
 
 test-gpu: ## the tests that need a GPU, on what `make build` left (or was carried over)
 	@test -e $(DATA)/manifest.json || { echo "$(DATA) is empty: run make build here, or copy the folder from where you did" >&2; exit 1; }
+	@$(RUN) -c 'import jax; jax.devices("cuda")' 2>/dev/null || { echo "no NVIDIA GPU that JAX can use: every test would be skipped" >&2; exit 1; }
 	@$(RUN) -m pytest -m gpu
 
 # Every buffer is an allocation of its own, so that an access past one is seen. initcheck does not know of stores by the
@@ -114,7 +116,7 @@ format: setup ## rewrite the sources in the style that lint wants
 wheel: build ## dist/*.whl, on the kernels that are built already
 	@$(say) "wheel"
 	@$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . \
-	    -C cmake.define.JGG_AOT_DIR=$(abspath $(BUILD)/aot) -C cmake.define.JGG_XLA_FFI_INCLUDE=$(abspath $(HEADERS)/include)
+	    -C cmake.define.JGG_AOT_DIR="$(CURDIR)/$(BUILD)/aot" -C cmake.define.JGG_XLA_FFI_INCLUDE="$(CURDIR)/$(HEADERS)/include"
 	@ls -l dist
 
 clean: ## remove what was built (the .venv stays)

@@ -60,9 +60,9 @@ def _ours(inputs):
     # On a GPU only the kernels count: never time the reference in their name.
     implementation = "cutedsl" if inputs.a[0].device.platform == "gpu" else None
     function = jax.jit(functools.partial(grouped_gemm, implementation=implementation))
-    compiled = function.lower(inputs.a[0], inputs.b[0], inputs.ends).compile()
+    compiled = function.lower(inputs.a[0], inputs.b[0], offsets=inputs.ends).compile()
     pairs = list(zip(inputs.a, inputs.b, strict=True))
-    return Arm(lambda i: compiled(*pairs[i % len(pairs)], inputs.ends), jax.block_until_ready), compiled
+    return Arm(lambda i: compiled(*pairs[i % len(pairs)], offsets=inputs.ends), jax.block_until_ready), compiled
 
 
 def _ragged_dot(inputs):

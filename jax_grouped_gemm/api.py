@@ -10,8 +10,8 @@ from jax_grouped_gemm import contract, ffi_call, reference
 def grouped_gemm(
     a,
     b=None,
-    offsets=None,
     *,
+    offsets=None,
     group_sizes=None,
     b_ptrs=None,
     n=None,
@@ -67,17 +67,16 @@ def grouped_gemm(
       >>> a = jnp.ones((6, 16), jnp.bfloat16)
       >>> b = jnp.ones((3, 8, 16), jnp.bfloat16)
       >>> offsets = jnp.array([2, 2, 5], jnp.int32)  # rows 0-1, none, rows 2-4; row 5 belongs to no expert
-      >>> print(jax.jit(grouped_gemm)(a, b, offsets)[:, 0])
+      >>> print(jax.jit(grouped_gemm)(a, b, offsets=offsets)[:, 0])
       [16 16 16 16 16 0]
     """
     contract.exactly_one(b=b, b_ptrs=b_ptrs)
     contract.exactly_one(offsets=offsets, group_sizes=group_sizes)
     weights, b = _weights(b, b_ptrs)
     a = jnp.asarray(a)
-    # Values are checked, where they can be seen, before conversion could wrap those that do not fit.
     by_size = offsets is None
-    groups = group_sizes if by_size else offsets
-    operands = contract.Operands(a, jnp.asarray(groups), _optional(alpha), _optional(prob), b)
+    groups = _groups(group_sizes if by_size else offsets)
+    operands = contract.Operands(a, _int32(groups), _optional(alpha), _optional(prob), b)
     options = contract.Options("group_sizes" if by_size else "offsets", n, b_major, d_dtype, implementation)
     call = contract.check_call(options, weights, operands)
     if not isinstance(groups, jax.core.Tracer):
@@ -97,6 +96,21 @@ def _weights(b, b_ptrs):
     if isinstance(b, (tuple, list)):
         return "tuple", tuple(map(jnp.asarray, b))
     return "dense", (jnp.asarray(b),)
+
+
+def _groups(groups):
+    """Offsets or sizes: a JAX array (or lists of traced scalars), or the host's integers, whatever their width."""
+    if isinstance(groups, jax.Array) or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(groups)):
+        return jnp.asarray(groups)
+    groups = np.asarray(groups)
+    return groups.astype(np.int64) if groups.dtype.kind in "iu" or groups.size == 0 else groups
+
+
+def _int32(groups):
+    """The operand. Host integers that do not fit are clipped here and refused by the check of values."""
+    if isinstance(groups, np.ndarray) and groups.dtype == np.int64:
+        groups = np.clip(groups, -(2**31), 2**31 - 1).astype(np.int32)
+    return jnp.asarray(groups)
 
 
 def _pointers(b_ptrs):

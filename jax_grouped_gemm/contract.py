@@ -199,6 +199,8 @@ def _vector(name, array, dtype, size, symbol, meaning):
 
 def _limits(m, n, k):
     for name, size in (("M", m), ("N", n), ("K", k)):
+        if not isinstance(size, int):
+            raise ValueError(f"{name} must be static; got {size}; export one program per shape")
         if size >= SIZE_LIMIT:
             raise ValueError(f"{name} must be less than 2^31 - 2^10; got {size}; split the call")
 
@@ -302,4 +304,11 @@ def pointers_need_library(why):
 def no_rule(transformation):
     return NotImplementedError(
         f"grouped_gemm has no rule for {transformation} yet; jax.lax.ragged_dot has one, for dense weights"
+    )
+
+
+def no_varying_axes():
+    return NotImplementedError(
+        "grouped_gemm has no rule yet for a shard_map that checks varying axes; pass check_vma=False to jax.shard_map, "
+        "and mind that a forgotten psum is not noticed then"
     )

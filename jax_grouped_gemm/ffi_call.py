@@ -7,6 +7,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.dispatch import apply_primitive
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -24,16 +25,19 @@ def grouped_gemm(call, *operands):
 
 @grouped_gemm_p.def_abstract_eval
 def _abstract_eval(*operands, call):
-    del operands
+    if any(map(_varies, operands)):
+        raise contract.no_varying_axes()
     return jax.core.ShapedArray((call.m, call.n), jnp.dtype(call.d_dtype))
 
 
-@functools.partial(jax.jit, static_argnames="call")
-def _eager(*operands, call):
-    return grouped_gemm_p.bind(*operands, call=call)
+def _varies(aval):
+    """Inside a shard_map that tracks which mesh axes a value varies over, this one does."""
+    manual = getattr(aval, "manual_axis_type", None)  # since JAX 0.10; before, `vma`
+    return bool(getattr(aval, "vma", ()) if manual is None else manual.varying)
 
 
-grouped_gemm_p.def_impl(_eager)
+# JAX's own way to run one primitive: a jit of our own would call itself under jax.disable_jit and jax_debug_nans.
+grouped_gemm_p.def_impl(functools.partial(apply_primitive, grouped_gemm_p))
 
 
 # --- which implementation ---------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 import ctypes
 import logging
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -45,23 +48,91 @@ def test_changed_offsets_do_not_retrace(case):
     def run(a, b, offsets):
         nonlocal traces
         traces += 1
-        return grouped_gemm(a, b, offsets)
+        return grouped_gemm(a, b, offsets=offsets)
 
     for offsets in ([10, 10, 41, 60], [0, 0, 0, 0], [70, 70, 70, 70]):
         run(case.a, case.b, jnp.asarray(offsets, jnp.int32))
     assert traces == 1
 
 
-def test_changed_offsets_do_not_recompile_eager_calls(case):
+def test_changed_offsets_do_not_recompile_eager_calls(case, monkeypatch):
     arguments = case.arguments()
     grouped_gemm(**arguments)
-    before = ffi_call._eager._cache_size()
+    monkeypatch.setattr(ffi_call, "choose", None)  # what every lowering asks first
     grouped_gemm(**(arguments | {"offsets": jnp.asarray([1, 2, 3, 4], jnp.int32)}))
-    assert ffi_call._eager._cache_size() == before
+
+
+def test_disable_jit(case):
+    want = grouped_gemm(**case.arguments())
+    with jax.disable_jit():
+        same(grouped_gemm(**case.arguments()), want)
+
+
+def test_debug_nans(case):
+    arguments = case.arguments()
+    arguments["a"] = arguments["a"].at[0, 0].set(jnp.nan)
+    arguments["offsets"] = jnp.asarray([70] * 4, jnp.int32)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="grouped_gemm"):
+        jax.jit(grouped_gemm)(arguments.pop("a"), arguments.pop("b"), offsets=arguments.pop("offsets"))
+
+
+@pytest.mark.parametrize("as_given", [list, tuple, np.int64, np.int32, np.uint8])
+def test_host_integers_of_any_width(case, as_given):
+    arguments = case.arguments()
+    ends = case.offsets
+    given = as_given(ends.tolist()) if as_given in (list, tuple) else ends.astype(as_given)
+    same(grouped_gemm(**(arguments | {"offsets": given})), grouped_gemm(**arguments))
+
+
+def test_traced_scalars_in_a_list(case):
+    arguments = case.arguments()
+    del arguments["offsets"]
+    run = jax.jit(lambda x, y: grouped_gemm(**arguments, offsets=[x, x, y, y]))
+    same(run(10, 40), grouped_gemm(**arguments, offsets=[10, 10, 40, 40]))
+
+
+SHARD_MAP_PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P
+from jax_grouped_gemm import grouped_gemm
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+rng = np.random.default_rng(0)
+a = jnp.asarray(rng.standard_normal((40, 16)), jnp.bfloat16)
+b = jnp.asarray(rng.standard_normal((8, 24, 16)), jnp.bfloat16)
+offsets = jnp.asarray([10, 10, 12, 20, 20, 25, 30, 40], jnp.int32)
+
+def local(a, b, offsets):
+    first = jax.lax.axis_index("x") * 2
+    begin = jnp.where(first == 0, 0, offsets[jnp.maximum(first - 1, 0)])
+    mine = jax.lax.dynamic_slice(offsets, (first,), (2,)) - begin
+    d = grouped_gemm(jnp.roll(a, -begin, 0), b, offsets=mine, d_dtype="float32")
+    return jnp.roll(d, begin, 0)
+
+def mapped(**options):
+    f = lambda *x: jax.lax.psum(local(*x), "x")
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P(), P("x"), P()), out_specs=P(), **options))
+
+got = mapped(check_vma=False)(a, b, offsets)
+np.testing.assert_array_equal(got, grouped_gemm(a, b, offsets=offsets, d_dtype="float32"))
+try:
+    mapped()(a, b, offsets)
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="this JAX has shard_map elsewhere")
+def test_shard_map():
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", SHARD_MAP_PROGRAM], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "pass check_vma=False" in done.stdout, done.stderr
 
 
 def test_numpy_operands(case):
-    same(grouped_gemm(case.a, case.b, case.offsets), grouped_gemm(*map(jnp.asarray, (case.a, case.b, case.offsets))))
+    a, b, offsets = map(jnp.asarray, (case.a, case.b, case.offsets))
+    same(grouped_gemm(case.a, case.b, offsets=case.offsets), grouped_gemm(a, b, offsets=offsets))
 
 
 @pytest.mark.parametrize("b_major", ["k", "n"])
@@ -101,7 +172,7 @@ def test_hostile_group_sizes_under_jit(rng):
     run = jax.jit(lambda sizes: grouped_gemm(jnp.asarray(case.a), jnp.asarray(case.b), group_sizes=sizes))
     # 10, none, 30, and the rest of the 70 rows: the sum passes 2^31.
     got = run(jnp.asarray([10, -5, 30, 2**31 - 1], jnp.int32))
-    same(got, grouped_gemm(case.a, case.b, jnp.asarray([10, 10, 40, 70], jnp.int32)))
+    same(got, grouped_gemm(case.a, case.b, offsets=jnp.asarray([10, 10, 40, 70], jnp.int32)))
 
 
 # --- nothing to do ----------------------------------------------------------------------------------------------------
@@ -120,9 +191,9 @@ def test_zero_sizes(rng, empty, jit):
 
 def test_empty_tuple_needs_n(case):
     none = jnp.zeros((0,), jnp.int32)
-    assert grouped_gemm(case.a, (), none, n=24).shape == (70, 24)
+    assert grouped_gemm(case.a, (), offsets=none, n=24).shape == (70, 24)
     with pytest.raises(ValueError, match="n, the output columns, must be given with an empty tuple"):
-        grouped_gemm(case.a, (), none)
+        grouped_gemm(case.a, (), offsets=none)
 
 
 # --- raw pointers -----------------------------------------------------------------------------------------------------
@@ -251,7 +322,9 @@ def test_unsupported_gpu_falls_back_and_says_so_once(case, monkeypatch, caplog):
     ffi_call._log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "jax_grouped_gemm"):
         for _ in range(2):
-            lowered = jax.jit(lambda a, b, offsets: grouped_gemm(a, b, offsets)).trace(case.a, case.b, case.offsets)
+            lowered = jax.jit(lambda a, b, offsets: grouped_gemm(a, b, offsets=offsets)).trace(
+                case.a, case.b, case.offsets
+            )
             assert library.FORWARD not in lowered.lower(lowering_platforms=("cuda",)).as_text()
     (record,) = caplog.records
     assert "compute capability 9.0 (Hopper) and 10.x (Blackwell); found 8.0" in record.message

@@ -198,7 +198,7 @@ def test_kernels_on_a_cpu():
 
 
 def lower_for_cuda(**options):
-    run = jax.jit(lambda a, b, offsets: grouped_gemm(a, b, offsets, **options))
+    run = jax.jit(lambda a, b, offsets: grouped_gemm(a, b, offsets=offsets, **options))
     return run.trace(struct(64, 32), struct(4, 16, 32), struct(4, dtype=jnp.int32)).lower(lowering_platforms=("cuda",))
 
 
@@ -238,10 +238,10 @@ def test_pointers_for_the_reference_on_a_gpu():
 def test_gradients_are_refused():
     b, offsets = jnp.zeros((4, 8, 8), jnp.bfloat16), jnp.zeros(4, jnp.int32)
     with pytest.raises(NotImplementedError, match="no rule for differentiation yet"):
-        jax.grad(lambda a: grouped_gemm(a, b, offsets).sum())(jnp.zeros((64, 8), jnp.bfloat16))
+        jax.grad(lambda a: grouped_gemm(a, b, offsets=offsets).sum())(jnp.zeros((64, 8), jnp.bfloat16))
 
 
 def test_vmap_is_refused():
     b, offsets = jnp.zeros((4, 8, 8), jnp.bfloat16), jnp.zeros(4, jnp.int32)
     with pytest.raises(NotImplementedError, match="no rule for vmap yet"):
-        jax.vmap(lambda a: grouped_gemm(a, b, offsets))(jnp.zeros((2, 64, 8), jnp.bfloat16))
+        jax.vmap(lambda a: grouped_gemm(a, b, offsets=offsets))(jnp.zeros((2, 64, 8), jnp.bfloat16))

@@ -157,7 +157,7 @@ def test_changed_offsets_do_not_recompile(rng):
     @jax.jit
     def program(a, b, offsets):
         traces.append(1)
-        return grouped_gemm(a, b, offsets)
+        return grouped_gemm(a, b, offsets=offsets)
 
     for _ in range(5):
         case = oracle.make_case(rng, 9, 1000, 256, 256, alpha=False, prob=False)
@@ -183,7 +183,7 @@ def test_no_temporaries_but_the_maps(rng, weights):
     b = jax.ShapeDtypeStruct((l, n, k), jnp.bfloat16)
     if weights == "tuple":
         b = tuple(jax.ShapeDtypeStruct((n, k), jnp.bfloat16) for _ in range(l))
-    compiled = jax.jit(grouped_gemm).lower(a, b, offsets).compile()
+    compiled = jax.jit(grouped_gemm).lower(a, b, offsets=offsets).compile()
     limit = 0 if weights == "dense" else 2 * 128 * l + 1024  # XLA's own bookkeeping of a tuple result is in it
     assert compiled.memory_analysis().temp_size_in_bytes <= limit
 

@@ -115,7 +115,7 @@ def test_exported_for_both_runs_on_the_cpu():
     case = oracle.make_case(np.random.default_rng(0), 4, 64, 16, 32, alpha=False, prob=False)
     arrays = tuple(map(jnp.asarray, (case.a, case.b, case.offsets)))
     exported = jax.export.export(
-        jax.jit(lambda a, b, offsets: grouped_gemm(a, b, offsets)),
+        jax.jit(lambda a, b, offsets: grouped_gemm(a, b, offsets=offsets)),
         platforms=("cpu", "cuda"),
         disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(library.FORWARD)],
     )(*arrays)

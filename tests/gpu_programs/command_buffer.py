@@ -30,9 +30,9 @@ def counts():
 @jax.jit
 def program(a, b, experts, offsets, alpha, prob):
     def body(i, results):
-        x = grouped_gemm(a[i], b, offsets[i], alpha=alpha[i], prob=prob[i])
-        y = grouped_gemm(a[i], b, offsets[i])
-        z = grouped_gemm(a[i], experts, offsets[i], alpha=alpha[i])
+        x = grouped_gemm(a[i], b, offsets=offsets[i], alpha=alpha[i], prob=prob[i])
+        y = grouped_gemm(a[i], b, offsets=offsets[i])
+        z = grouped_gemm(a[i], experts, offsets=offsets[i], alpha=alpha[i])
         return jax.tree.map(lambda all_of_it, one: all_of_it.at[i].set(one), results, (x, y, z))
 
     nothing = jnp.full((ITERATIONS, a.shape[1], b.shape[1]), jnp.nan, jnp.bfloat16)
