@@ -47,7 +47,7 @@ def grouped_gemm(
       prob: (M,) float32, a factor per row; absent, it costs nothing.
       d_dtype: bfloat16, float16 or float32; by default that of `a`.
       implementation: "cutedsl" for the CUDA kernels, "reference" for plain JAX, None for the kernels on GPUs of
-        compute capability 9.0 and 10.x and the reference elsewhere.
+        compute capability 9.0, 10.0 and 10.3 and the reference elsewhere.
 
     K and N must be multiples of 8; M, N and K must each be less than 2^31 - 2^10, their products need not.
 

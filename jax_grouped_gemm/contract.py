@@ -244,7 +244,7 @@ def check_group_sizes(group_sizes, m):
 
 
 def capabilities_text():
-    return "9.0 (Hopper) and 10.x (Blackwell)"
+    return "9.0 (Hopper), 10.0 and 10.3 (Blackwell)"
 
 
 def unsupported_capability(capabilities):

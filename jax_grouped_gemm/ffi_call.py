@@ -75,8 +75,7 @@ def choose(platform, implementation):
 
 def architecture(capability):
     """The kernels' architecture for a device's compute capability, or None."""
-    major, minor = map(int, capability.split("."))
-    return {9: 90 if minor == 0 else None, 10: 100}.get(major)
+    return {"9.0": 90, "10.0": 100, "10.3": 100}.get(capability)  # sm_90a; the family of sm_100f
 
 
 @functools.cache

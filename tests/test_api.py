@@ -311,7 +311,8 @@ def test_built_library_is_registered():
 
 
 @pytest.mark.parametrize(
-    ("capability", "arch"), [("9.0", 90), ("10.0", 100), ("10.3", 100), ("8.0", None), ("9.1", None), ("12.0", None)]
+    ("capability", "arch"),
+    [("9.0", 90), ("10.0", 100), ("10.3", 100), ("8.0", None), ("9.1", None), ("10.1", None), ("12.0", None)],
 )
 def test_architecture(capability, arch):
     assert ffi_call.architecture(capability) == arch
@@ -327,7 +328,7 @@ def test_unsupported_gpu_falls_back_and_says_so_once(case, monkeypatch, caplog):
             )
             assert library.FORWARD not in lowered.lower(lowering_platforms=("cuda",)).as_text()
     (record,) = caplog.records
-    assert "compute capability 9.0 (Hopper) and 10.x (Blackwell); found 8.0" in record.message
+    assert "compute capability 9.0 (Hopper), 10.0 and 10.3 (Blackwell); found 8.0" in record.message
 
 
 def test_version_is_public():

@@ -274,6 +274,8 @@ def test_tensor_memory(name):
     slabs = events.count("tcgen05.ld")
     assert events[first : last + 1] == ["tcgen05.ld", "tcgen05.wait::ld"] * slabs
     assert "mbarrier.arrive" in events[last + 1 :]
+    # Of the math warp after it acquires an accumulator, of an epilogue warp after its wait and before its release.
+    assert re.findall(r"tcgen05\.fence::(\w+)_thread_sync", text) == ["after", "after", "before"]
 
 
 @forward
@@ -437,7 +439,7 @@ def compiler(monkeypatch):
         def __init__(self):
             self.compiled = []
 
-        def __call__(self, kernel, out):
+        def __call__(self, kernel, key, out):
             if kernel.name in self.failing:
                 raise ValueError(f"no {kernel.name} today")
             self.compiled.append(kernel.name)

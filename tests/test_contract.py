@@ -204,7 +204,7 @@ def lower_for_cuda(**options):
 
 def test_kernels_on_another_gpu(monkeypatch):
     monkeypatch.setattr(ffi_call, "cuda_capabilities", lambda: ("8.0",))
-    message = "kernels exist for compute capability 9.0 (Hopper) and 10.x (Blackwell); found 8.0"
+    message = "kernels exist for compute capability 9.0 (Hopper), 10.0 and 10.3 (Blackwell); found 8.0"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         lower_for_cuda(implementation="cutedsl")
 

@@ -128,6 +128,43 @@ def test_one_hot_group(rng):
     check(oracle.make_case(rng, 128, 8192, 1536, 512, offsets=[0] * 77 + [8192] * 51))
 
 
+def test_scales_that_are_not_finite(rng):
+    """NaN and infinity of a live expert or row arrive in its rows; those of empty groups and tail rows nowhere."""
+    case = oracle.make_case(rng, 4, 300, 64, 64, offsets=[100, 100, 200, 260])
+    case.alpha[2], case.prob[5], case.prob[6] = np.inf, np.nan, -np.inf
+    got = np.asarray(kernels(**case.arguments())).astype(np.float64)
+    want, _ = oracle.oracle(case)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_array_equal(np.isposinf(got), np.isposinf(want))
+    for rows, infinite in ((slice(5, 6), False), (slice(6, 7), True), (slice(100, 200), True)):
+        assert (np.isinf if infinite else np.isnan)(got[rows]).all()
+    assert not got[260:].any()
+
+
+@pytest.mark.parametrize("weights", ["tuple", "pointers"])
+def test_scratch_is_rewritten_by_every_call(rng, weights):
+    """Calls on different weights in one program: XLA may give all of them the same memory for their tensor maps."""
+    cases = [oracle.make_case(rng, 6, 500, 128, 128, alpha=False, prob=False) for _ in range(4)]
+    experts = [tuple(jnp.asarray(w) for w in case.b) for case in cases]
+    addresses = [np.array([w.unsafe_buffer_pointer() for w in e], np.int64).view(np.uint8) for e in experts]
+    given = experts if weights == "tuple" else list(map(jnp.asarray, addresses))
+
+    @jax.jit
+    def program(rows, offsets, given):
+        results = []
+        for a, ends, w in zip(rows, offsets, given, strict=True):
+            if results:  # one after the other, so that scratch is free again
+                a, _ = jax.lax.optimization_barrier((a, results[-1]))
+            b = {"b": w} if weights == "tuple" else {"b_ptrs": w, "n": 128}
+            results.append(grouped_gemm(a, **b, offsets=ends, implementation="cutedsl"))
+        return results
+
+    rows, offsets = [jnp.asarray(c.a) for c in cases], [jnp.asarray(c.offsets) for c in cases]
+    for _ in range(5):
+        for got, case in zip(program(rows, offsets, given), cases, strict=True):
+            oracle.assert_close(got, oracle.oracle(case), case)
+
+
 def test_random_problems(rng):
     for _ in range(40):
         l, m = int(rng.integers(1, 70)), int(rng.integers(1, 5000))

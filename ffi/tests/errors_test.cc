@@ -84,7 +84,7 @@ TEST(UnsupportedDevices) {
         check::Thrown([&] { LoadForward(DenseKernels(), Weights::kDense, stream); });
     CHECK_CONTAINS(error, "Fake Other, compute capability " + std::to_string(major) + "." +
                               std::to_string(minor));
-    CHECK_CONTAINS(error, "9.0 (Hopper) and 10.x (Blackwell)");
+    CHECK_CONTAINS(error, "9.0 (Hopper), 10.0 and 10.3 (Blackwell)");
     CHECK_CONTAINS(error, "implementation=\"reference\"");
     CHECK_EQ(fake.loads.size(), 0u);
   }

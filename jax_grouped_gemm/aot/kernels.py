@@ -1,12 +1,14 @@
 """What is compiled: one `Kernel` per cubin. Knows names and sources, imports the DSL only to compile."""
 
 import dataclasses
+import functools
 import hashlib
 import importlib
 import importlib.metadata
 import os
 import pathlib
 import re
+import sys
 import tempfile
 
 from .. import config
@@ -36,7 +38,7 @@ class Kernel:
         if self.variant:
             modules += ["scheduler", "epilogue", f"gemm_sm{self.arch}"]
         sources = [PACKAGE / "kernels" / f"{module}.py" for module in modules] + [pathlib.Path(__file__)]
-        digest = hashlib.sha256(f"{self} {TARGETS[self.arch]} {dsl_version()}".encode())
+        digest = hashlib.sha256(f"{self} {TARGETS[self.arch]} {_compiler()}".encode())
         for source in sources:
             digest.update(source.read_bytes())
         return digest.hexdigest()
@@ -44,6 +46,13 @@ class Kernel:
 
 def dsl_version():
     return importlib.metadata.version("nvidia-cutlass-dsl")
+
+
+@functools.cache
+def _compiler():
+    """Versions of all that compiles: the DSL's several distributions, and the Python whose syntax trees it reads."""
+    names = {d.name: d.version for d in importlib.metadata.distributions() if d.name.startswith("nvidia-cutlass-dsl")}
+    return f"{sorted(names.items())} {sys.version_info[:2]}"
 
 
 def all_kernels():
@@ -59,6 +68,8 @@ def prepare_process(arch, scratch):
 
     It passes cubin and PTX through files whose names do not tell variants apart: each process needs a folder of its own.
     """
+    for name in [name for name in os.environ if name.startswith("CUTE_DSL_")]:
+        del os.environ[name]  # no setting of the user's shell goes into a kernel
     os.environ["CUTE_DSL_ARCH"] = TARGETS[arch]
     os.environ["CUTE_DSL_KEEP"] = "ptx,cubin"
     os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(dir=scratch)

@@ -33,6 +33,16 @@ SHARED_BYTES = 232448 - 1024  # of an SM, less what barriers, ring and alignment
 SLAB_BARRIER, TENSOR_MEMORY_BARRIER = 1, 2
 
 
+def order_after_wait():
+    """Tensor memory instructions of this thread come after the barrier wait that it has passed."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
+
+
+def order_before_arrive():
+    """Tensor memory instructions of this thread come before the barrier arrival that follows."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
 class GroupedGemm:
     """One variant; `config.Variant` says what its fields switch."""
 
@@ -246,6 +256,7 @@ class GroupedGemm:
             base = tensor_memory.retrieve_ptr(Float32)
             acc = cute.make_tensor(base, acc_layout)
             self.finish(accumulators, ring, s_tiles, acc, s_d, atom_d, m_d, alpha, prob, tidx, warp, l)
+            # Every warp's last load of tensor memory came before a barrier of its last slab: it may go.
             tensor_memory.relinquish_alloc_permit()
             tensor_memory.free(base)
 
@@ -317,6 +328,7 @@ class GroupedGemm:
             if expert < l:
                 if leader:
                     accumulators.producer_acquire(acc_state)
+                    order_after_wait()
                     tile_acc = acc[None, None, None, acc_state.index]
                     tiled_mma.set(tcgen05.Field.ACCUMULATE, False)
                     for _ in cutlass.range(k_tiles, unroll=1):
@@ -365,12 +377,14 @@ class GroupedGemm:
                 p = epilogue.load_scale(prob, row + thread, in_group)
             if expert < l:
                 accumulators.consumer_wait(acc_state)
+                order_after_wait()
             for slab in cutlass.range_constexpr(self.num_slabs):
                 r_acc.fill(0.0)
                 if expert < l:
                     cute.copy(tiled_load, t_acc[None, None, None, 0, slab, acc_state.index], r_acc)
                     cute.arch.fence_view_async_tmem_load()
                     if cutlass.const_expr(slab == self.num_slabs - 1):
+                        order_before_arrive()
                         cute.arch.sync_warp()
                         with cute.arch.elect_one():
                             accumulators.consumer_release(acc_state)

@@ -11,17 +11,17 @@ import jax
 import numpy as np
 import oracle
 
-from jax_grouped_gemm import config, grouped_gemm
+from jax_grouped_gemm import config, ffi_call, grouped_gemm
 
 
 def main():
     rng = np.random.default_rng(0)
-    arch_tiles = config.TILES[90]
+    arch = ffi_call.architecture(jax.devices("cuda")[0].compute_capability)
     count = 0
     for tile, b_major, weights, d_dtype in itertools.product(
-        arch_tiles, config.B_MAJORS, ("dense", "tuple", "pointers"), ("bfloat16", "float32")
+        config.TILES[arch], config.B_MAJORS, ("dense", "tuple", "pointers"), ("bfloat16", "float32")
     ):
-        config.select_tile = lambda arch, *_, tile=tile: tile if arch == 90 else config.TILES[arch][0]
+        config.select_tile = lambda asked, *_, tile=tile: tile if asked == arch else config.TILES[asked][0]
         offsets = [[100, 100, 257, 290], [-3, 500, 20, 2**31 - 1], [0, 0, 0, 0]][count % 3]
         case = oracle.make_case(
             rng, 4, 301, 264, 136, offsets=offsets, b_major=b_major, d_dtype=d_dtype, alpha=bool(count % 2), prob=bool(count % 2)
