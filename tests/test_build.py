@@ -109,6 +109,11 @@ def usage():
     }
 
 
+def slabs(variant):
+    """Stores of a tile by one warpgroup: each takes 128 bytes of its rows."""
+    return variant.tile.n * {"bfloat16": 2, "float16": 2, "float32": 4}[variant.d_dtype] // 128
+
+
 def opcodes(instructions, pattern):
     return [found[0] for found in (re.match(rf"(?:{pattern})\S*", text) for text in instructions) if found]
 
@@ -143,6 +148,10 @@ def test_target(name, facts):
     assert facts[name]["target"] == target
     assert re.findall(r"^\.target (.*)$", ptx(name), re.MULTILINE) == [target]
     assert re.findall(r"^\.address_size (.*)$", ptx(name), re.MULTILINE) == ["64"]
+    if target == "sm_100f":
+        # The ELF flags: 100, and not the bit by which the same code for sm_100a differs, which 10.3 would refuse.
+        (flags,) = struct.unpack_from("<I", (AOT / f"{name}.cubin").read_bytes(), 0x30)
+        assert (flags >> 8 & 0xFF, flags & 8) == (100, 0)
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -199,7 +208,6 @@ def test_copies(name, sass):
     variant = KERNELS[name].variant
     tile = variant.tile
     pair = 2 if tile.two_cta else 1
-    columns = 128 // {"bfloat16": 2, "float16": 2, "float32": 4}[variant.d_dtype]
     loads_of_b = 1 if variant.b_major == "k" else tile.n // pair // SWIZZLE_COLUMNS
 
     space = "cluster" if tile.two_cta else "cta"
@@ -212,14 +220,14 @@ def test_copies(name, sass):
         return f"cp.async.bulk.tensor.{rank}d.shared::{to}.global.tile.mbarrier::complete_tx::bytes{many}{ending}"
 
     store = "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint"
-    copies = [load(2, *a)] + [load(3, *b)] * loads_of_b + [store] * (tile.n // columns)
+    copies = [load(2, *a)] + [load(3, *b)] * loads_of_b + [store] * slabs(variant)
     assert re.findall(r"^\s*(cp\.async\.bulk\.tensor\S*)", ptx(name), re.MULTILINE) == copies
 
     ending = ".2CTA" if tile.two_cta else ""
     a, b = (".MULTICAST" if many else "" for _, many in (a, b))
     copies = [f"UTMALDG.2D{a}{ending}"] + [f"UTMALDG.3D{b}{ending}"] * loads_of_b
     assert opcodes(sass[name], "UTMALDG") == copies
-    assert opcodes(sass[name], "UTMASTG") == ["UTMASTG.3D"] * (tile.n // columns)
+    assert opcodes(sass[name], "UTMASTG") == ["UTMASTG.3D"] * slabs(variant)
     # Nothing else writes to global memory.
     assert re.findall(r"\b(?:st|red|atom)\.global\S*", ptx(name)) == []
 
@@ -268,12 +276,23 @@ def test_tensor_memory(name):
     assert re.findall(rf"mov\.b32\s+{register}, (\d+);", text) == [str(TENSOR_MEMORY_COLUMNS)]
     assert set(re.findall(r"cta_group::\d", text)) == {f"cta_group::{group}"}
 
-    events = re.findall(r"^\s*(?:@\S+\s+)?(tcgen05\.ld|tcgen05\.wait::ld|mbarrier\.arrive)", text, re.MULTILINE)
-    first = events.index("tcgen05.ld")
-    last = len(events) - 1 - events[::-1].index("tcgen05.wait::ld")
-    slabs = events.count("tcgen05.ld")
-    assert events[first : last + 1] == ["tcgen05.ld", "tcgen05.wait::ld"] * slabs
-    assert "mbarrier.arrive" in events[last + 1 :]
+    # The math warp waits for the accumulator; the epilogue waits for it, loads every slab, and hands it back.
+    after, before = "tcgen05.fence::after_thread_sync", "tcgen05.fence::before_thread_sync"
+    steps = rf"^\s*(?:@\S+\s+)?({after}|{before}|tcgen05\.(?:mma|ld|wait::ld)\b|mbarrier\.(?:try_wait|arrive))"
+    events = [key for key, _ in itertools.groupby(re.findall(steps, text, re.MULTILINE))]
+    math = events.index("tcgen05.mma")
+    assert after in events[:math]
+    assert events[events.index(after) - 1] == "mbarrier.try_wait"
+    loads = events.index("tcgen05.ld")
+    wanted = [
+        "mbarrier.try_wait",
+        after,
+        *["tcgen05.ld", "tcgen05.wait::ld"] * slabs(variant),
+        before,
+        "mbarrier.arrive",
+    ]
+    assert events[loads - 2 :][: len(wanted)] == wanted
+    assert events.count("tcgen05.ld") == slabs(variant)
     # Of the math warp after it acquires an accumulator, of an epilogue warp after its wait and before its release.
     assert re.findall(r"tcgen05\.fence::(\w+)_thread_sync", text) == ["after", "after", "before"]
 
