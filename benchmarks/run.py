@@ -138,7 +138,8 @@ def main(argv=None):
         return 2
     start = time.monotonic()
     now = datetime.datetime.now(datetime.UTC)
-    result = {"date": now.isoformat(timespec="seconds"), "machine": figures.machine(), "argv": argv or sys.argv[1:]}
+    given = {"arms": args.arms, "reps": args.reps, "seed": args.seed, "smoke": args.smoke}
+    result = {"date": now.isoformat(timespec="seconds"), "machine": figures.machine(), "arguments": given}
     result["rows"] = []
     for row in args.rows:
         result["rows"].append(run_row(row, args.arms, args.reps, args.seed))

@@ -77,7 +77,7 @@ TEST(PrologueLaunchIsNamed) {
 }
 
 TEST(UnsupportedDevices) {
-  for (auto [major, minor] : {std::pair{8, 0}, {8, 9}, {9, 1}, {11, 0}, {12, 0}}) {
+  for (auto [major, minor] : {std::pair{8, 0}, {8, 9}, {9, 1}, {10, 1}, {11, 0}, {12, 0}}) {
     FakeDriver fake;
     const CUstream stream = fake.AddDevice(major, minor, "Fake Other");
     const std::string error =
