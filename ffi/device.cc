@@ -7,9 +7,10 @@ namespace jgg {
 int32_t Device::Arch() const {
   if (capability_major == 9 && capability_minor == 0) return 90;
   if (capability_major == 10 && (capability_minor == 0 || capability_minor == 3)) return 100;
-  FailedPrecondition("no kernel for ", Describe(),
-                     ": kernels exist for compute capability 9.0 (Hopper), 10.0 and 10.3 (Blackwell); "
-                     "use implementation=\"reference\" on this device");
+  FailedPrecondition(
+      "no kernel for ", Describe(),
+      ": kernels exist for compute capability 9.0 (Hopper), 10.0 and 10.3 (Blackwell); "
+      "use implementation=\"reference\" on this device");
 }
 
 std::string Device::Describe() const {
