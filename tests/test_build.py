@@ -425,6 +425,7 @@ def test_kernels_no_longer_wanted_are_removed(copy):
     [
         ("gemm_sm90", lambda kernel: kernel.variant and kernel.arch == 90),
         ("gemm_sm100", lambda kernel: kernel.variant and kernel.arch == 100),
+        ("forward", lambda kernel: kernel.variant),
         ("scheduler", lambda kernel: kernel.variant),
         ("epilogue", lambda kernel: kernel.variant),
         ("operands", lambda kernel: True),
@@ -445,7 +446,16 @@ def test_a_kernel_depends_on_its_sources(source, depends, tmp_path, monkeypatch)
 def test_no_source_is_forgotten():
     """Every module of `kernels` is in the test above."""
     modules = {path.stem for path in (kernels_module.PACKAGE / "kernels").glob("*.py")}
-    assert modules == {"__init__", "gemm_sm90", "gemm_sm100", "scheduler", "epilogue", "operands", "tensor_maps"}
+    assert modules == {
+        "__init__",
+        "forward",
+        "gemm_sm90",
+        "gemm_sm100",
+        "scheduler",
+        "epilogue",
+        "operands",
+        "tensor_maps",
+    }
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ class Kernel:
         """Hash of everything the compiled kernel depends on."""
         modules = ["operands", "tensor_maps"]
         if self.variant:
-            modules += ["scheduler", "epilogue", f"gemm_sm{self.arch}"]
+            modules += ["forward", "scheduler", "epilogue", f"gemm_sm{self.arch}"]
         sources = [PACKAGE / "kernels" / f"{module}.py" for module in modules] + [pathlib.Path(__file__)]
         digest = hashlib.sha256(f"{self} {TARGETS[self.arch]} {_compiler()}".encode())
         for source in sources:

@@ -41,7 +41,7 @@ def load_scale(pointer: cute.Pointer, index: Int32, valid: cutlass.Boolean):
 class SlabStore:
     """One group of 128 threads that stages slabs and stores them; the copies are issued by its first warp.
 
-    A buffer is written again once the copy that read it is done: `acquire` waits for that, in the issuing warp, and the barrier passes it on.
+    A buffer is written again once the copy that read it is done: the issuing warp waits for that, and the barrier passes it on.
     """
 
     atom: cute.CopyAtom

@@ -20,7 +20,8 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.utils import blackwell_helpers
 
 from . import epilogue, operands, tensor_maps
-from .scheduler import RING_STAGES, TileScheduler
+from .forward import ForwardKernel
+from .scheduler import RING_STAGES
 
 EPILOGUE_WARPS = 4
 EPILOGUE_THREADS = 32 * EPILOGUE_WARPS
@@ -29,7 +30,6 @@ LOAD_WARP = 5
 SCHEDULER_WARP = 6
 ACCUMULATORS = 2
 SLAB_ROWS = 128
-SHARED_BYTES = 232448 - 1024  # of an SM, less what barriers, ring and alignment take
 SLAB_BARRIER, TENSOR_MEMORY_BARRIER = 1, 2
 
 
@@ -43,28 +43,19 @@ def order_before_arrive():
     cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
 
 
-class GroupedGemm:
-    """One variant; `config.Variant` says what its fields switch."""
-
-    threads = 32 * 7
-
+class GroupedGemm(ForwardKernel):
     def __init__(self, variant):
         tile = variant.tile
-        self.variant = variant
-        self.tile = tile
-        self.d_dtype = operands.DTYPES[variant.d_dtype]
         self.pair = 2 if tile.two_cta else 1  # CTAs that execute a matrix instruction together
-        self.cluster_size = tile.cluster_m * tile.cluster_n
         self.mma_tile = (tile.m * self.pair, tile.n, tile.k)
-        self.scheduler = TileScheduler(tile, num_consumer_warps=2 + EPILOGUE_WARPS)
-        self.slab = (SLAB_ROWS, epilogue.columns(self.d_dtype))
-        self.num_slabs = tile.n // self.slab[1]
-        slab_bytes = epilogue.SLAB_STAGES * SLAB_ROWS * epilogue.SLAB_BYTES
-        self.stage_bytes = 2 * tile.k * (tile.m + tile.n // self.pair)  # of one CTA
-        self.stages = (SHARED_BYTES - slab_bytes) // self.stage_bytes
-
-    def fields(self):
-        return operands.forward_fields(self.variant.weights, self.variant.scaled)
+        super().__init__(
+            variant,
+            threads=32 * (SCHEDULER_WARP + 1),
+            slab_rows=SLAB_ROWS,
+            slab_groups=1,
+            stage_bytes=2 * tile.k * (tile.m + tile.n // self.pair),
+            tile_readers=2 + EPILOGUE_WARPS,
+        )
 
     def boxes(self):
         """Box of each tensor map, innermost dimension first: what one CTA brings or stores by one copy."""
@@ -73,29 +64,8 @@ class GroupedGemm:
         return {"MAP_A": (tile.k, tile.m), "MAP_B": box_b, "MAP_D": (self.slab[1], self.slab[0], 1)}
 
     @cute.jit
-    def __call__(
-        self,
-        a: cute.Pointer,
-        b: cute.Pointer,
-        d: cute.Pointer,
-        maps: cute.Pointer | None,
-        offsets: cute.Pointer,
-        alpha: cute.Pointer | None,
-        prob: cute.Pointer | None,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        l: Int32,
-        clusters: Int32,
-        stream,
-    ):
-        tile, variant = self.tile, self.variant
-        m, n, k = operands.extents(m, n, k)
-        map_l = l if cutlass.const_expr(variant.weights == "dense") else Int32(1)
-        a_tensor = operands.rows_of_a(a, m, k)
-        b_tensor = operands.experts_of_b(b, n, k, map_l, variant.b_major)
-        d_tensor = operands.ragged_rows_of_d(d, m, n, SLAB_ROWS)
-
+    def launch(self, a_tensor, b_tensor, d_tensor, problem: operands.Problem, clusters: Int32, stream):
+        tile = self.tile
         tiled_mma = self._tiled_mma()
         cta_layout = self._cta_layout(tiled_mma)
         s_layout_a = blackwell_helpers.make_smem_layout_a(tiled_mma, self.mma_tile, BFloat16, self.stages)
@@ -141,17 +111,8 @@ class GroupedGemm:
 
         self.storage, self.shared_bytes = Storage, Storage.size_in_bytes()
         self.kernel(
-            atom_a, m_a, atom_b, m_b, atom_d, m_d,
-            maps, offsets, alpha, prob, m, n, k, l,
-            s_layout_a, s_layout_b, s_layout_d,
-        ).launch(
-            grid=(clusters * self.cluster_size, 1, 1),
-            block=(self.threads, 1, 1),
-            cluster=(self.cluster_size, 1, 1),
-            smem=self.shared_bytes,
-            min_blocks_per_mp=1,
-            stream=stream,
-        )  # fmt: skip
+            atom_a, m_a, atom_b, m_b, atom_d, m_d, problem, s_layout_a, s_layout_b, s_layout_d
+        ).launch(**self.launch_options(clusters, self.shared_bytes, stream))  # fmt: skip
 
     def _tiled_mma(self):
         k_major, mn_major = tcgen05.OperandMajorMode.K, tcgen05.OperandMajorMode.MN
@@ -178,14 +139,7 @@ class GroupedGemm:
         m_b: cute.Tensor,
         atom_d: cute.CopyAtom,
         m_d: cute.Tensor,
-        maps: cute.Pointer | None,
-        offsets: cute.Pointer,
-        alpha: cute.Pointer | None,
-        prob: cute.Pointer | None,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        l: Int32,
+        problem: operands.Problem,
         s_layout_a: cute.ComposedLayout,
         s_layout_b: cute.ComposedLayout,
         s_layout_d: cute.ComposedLayout,
@@ -239,29 +193,29 @@ class GroupedGemm:
         acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, ACCUMULATORS)).layout
         pipeline.pipeline_init_wait(cluster_shape_mn=cta_layout)
 
-        k_tiles = cute.ceil_div(k, tile.k)
+        k_tiles = cute.ceil_div(problem.k, tile.k)
         if warp == SCHEDULER_WARP:
-            self.scheduler.publish_tiles(ring, s_tiles, offsets, m, n, l)
+            self.scheduler.publish_tiles(ring, s_tiles, problem)
         if warp == LOAD_WARP:
             self.load(
-                stages, ring, s_tiles, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, maps, cta_layout, k_tiles, l
+                stages, ring, s_tiles, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles
             )
         if warp == MATH_WARP:
             tensor_memory.wait_for_alloc()
             acc = cute.make_tensor(tensor_memory.retrieve_ptr(Float32), acc_layout)
-            self.compute(stages, accumulators, ring, s_tiles, tiled_mma, s_a, s_b, acc, k_tiles, l)
+            self.compute(stages, accumulators, ring, s_tiles, tiled_mma, s_a, s_b, acc, problem, k_tiles)
         if warp < EPILOGUE_WARPS:
             tensor_memory.allocate(ACCUMULATORS * tile.n)
             tensor_memory.wait_for_alloc()
             base = tensor_memory.retrieve_ptr(Float32)
             acc = cute.make_tensor(base, acc_layout)
-            self.finish(accumulators, ring, s_tiles, acc, s_d, atom_d, m_d, alpha, prob, tidx, warp, l)
+            self.finish(accumulators, ring, s_tiles, acc, s_d, atom_d, m_d, problem, tidx, warp)
             # Every warp's last load of tensor memory came before a barrier of its last slab: it may go.
             tensor_memory.relinquish_alloc_permit()
             tensor_memory.free(base)
 
     @cute.jit
-    def load(self, stages, ring, s_tiles, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, maps, cta_layout, k_tiles, l):
+    def load(self, stages, ring, s_tiles, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles):
         """The load warp: for every tile, this CTA's part of every stage of A and B."""
         tile = self.tile
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -275,7 +229,7 @@ class GroupedGemm:
         expert, row, _, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
         ring_state.advance()
         while expert >= 0:
-            if expert < l:
+            if expert < problem.l:
                 pair_row = row - coord[0] * tile.m
                 g_a = cute.local_tile(
                     cute.domain_offset((pair_row, 0), m_a), cute.select(self.mma_tile, [0, 2]), (0, None)
@@ -287,7 +241,7 @@ class GroupedGemm:
                 # Of one stacked array the expert is a coordinate; else every expert has a map of its own.
                 map_b, map_expert = None, expert
                 if cutlass.const_expr(self.variant.weights == "pointers"):
-                    map_b, map_expert = tensor_maps.pointer_to_map(maps, expert), 0
+                    map_b, map_expert = tensor_maps.pointer_to_map(problem.maps, expert), 0
                     cpasync.fence_tma_desc_acquire(map_b)
                 g_b = cute.local_tile(
                     cute.domain_offset((col, 0, map_expert), m_b), cute.select(self.mma_tile, [1, 2]), (0, None, 0)
@@ -313,7 +267,7 @@ class GroupedGemm:
         stages.producer_tail(state)
 
     @cute.jit
-    def compute(self, stages, accumulators, ring, s_tiles, tiled_mma, s_a, s_b, acc, k_tiles, l):
+    def compute(self, stages, accumulators, ring, s_tiles, tiled_mma, s_a, s_b, acc, problem, k_tiles):
         """The math warp. A pair's other CTA only keeps step with the tiles."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         leader = rank % self.pair == 0
@@ -325,7 +279,7 @@ class GroupedGemm:
         expert, _, _, _ = self.scheduler.read_tile(ring, s_tiles, ring_state)
         ring_state.advance()
         while expert >= 0:
-            if expert < l:
+            if expert < problem.l:
                 if leader:
                     accumulators.producer_acquire(acc_state)
                     order_after_wait()
@@ -346,7 +300,7 @@ class GroupedGemm:
         accumulators.producer_tail(acc_state)
 
     @cute.jit
-    def finish(self, accumulators, ring, s_tiles, acc, s_d, atom_d, m_d, alpha, prob, thread, warp, l):
+    def finish(self, accumulators, ring, s_tiles, acc, s_d, atom_d, m_d, problem, thread, warp):
         """The epilogue warps: thread t holds row t of a slab; scales, converts and stores it."""
         # (rows of this CTA, columns, accumulator), cut into slabs
         slabs_acc = cute.flat_divide(utils.gemm.sm100.transform_partitioned_tensor_layout(acc), self.slab)
@@ -371,16 +325,16 @@ class GroupedGemm:
         expert, row, row_end, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
         ring_state.advance()
         while expert >= 0:
-            in_group = expert < l and row + thread < row_end
+            in_group = expert < problem.l and row + thread < row_end
             if cutlass.const_expr(self.variant.scaled):
-                a = epilogue.load_scale(alpha, expert, expert < l)
-                p = epilogue.load_scale(prob, row + thread, in_group)
-            if expert < l:
+                a = epilogue.load_scale(problem.alpha, expert, expert < problem.l)
+                p = epilogue.load_scale(problem.prob, row + thread, in_group)
+            if expert < problem.l:
                 accumulators.consumer_wait(acc_state)
                 order_after_wait()
             for slab in cutlass.range_constexpr(self.num_slabs):
                 r_acc.fill(0.0)
-                if expert < l:
+                if expert < problem.l:
                     cute.copy(tiled_load, t_acc[None, None, None, 0, slab, acc_state.index], r_acc)
                     cute.arch.fence_view_async_tmem_load()
                     if cutlass.const_expr(slab == self.num_slabs - 1):

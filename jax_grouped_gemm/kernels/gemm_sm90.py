@@ -16,7 +16,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
 from . import epilogue, operands, tensor_maps
-from .scheduler import RING_STAGES, TileScheduler
+from .forward import ForwardKernel
+from .scheduler import RING_STAGES
 
 WARPGROUP = 128
 MATH_WARPGROUPS = 2
@@ -25,29 +26,18 @@ LOAD_WARP = 0
 SCHEDULER_WARP = 1
 LOAD_REGISTERS = 40
 MATH_REGISTERS = 232
-SHARED_BYTES = 232448 - 1024  # of an SM, less what barriers, ring and alignment take
 
 
-class GroupedGemm:
-    """One variant; `config.Variant` says what its fields switch."""
-
-    threads = WARPGROUP * (1 + MATH_WARPGROUPS)
-
+class GroupedGemm(ForwardKernel):
     def __init__(self, variant):
-        tile = variant.tile
-        self.variant = variant
-        self.tile = tile
-        self.d_dtype = operands.DTYPES[variant.d_dtype]
-        self.cluster_size = tile.cluster_m * tile.cluster_n
-        self.scheduler = TileScheduler(tile, num_consumer_warps=1 + 4 * MATH_WARPGROUPS)
-        self.slab = (SLAB_ROWS, epilogue.columns(self.d_dtype))
-        self.num_slabs = tile.n // self.slab[1]
-        slab_bytes = MATH_WARPGROUPS * epilogue.SLAB_STAGES * SLAB_ROWS * epilogue.SLAB_BYTES
-        self.stage_bytes = 2 * tile.k * (tile.m + tile.n)
-        self.stages = (SHARED_BYTES - slab_bytes) // self.stage_bytes
-
-    def fields(self):
-        return operands.forward_fields(self.variant.weights, self.variant.scaled)
+        super().__init__(
+            variant,
+            threads=WARPGROUP * (1 + MATH_WARPGROUPS),
+            slab_rows=SLAB_ROWS,
+            slab_groups=MATH_WARPGROUPS,
+            stage_bytes=2 * variant.tile.k * (variant.tile.m + variant.tile.n),
+            tile_readers=1 + 4 * MATH_WARPGROUPS,
+        )
 
     def boxes(self):
         """Box of each tensor map, innermost dimension first: what one CTA brings or stores by one copy."""
@@ -60,29 +50,8 @@ class GroupedGemm:
         return {"MAP_A": (tile.k, tile.m // tile.cluster_n), "MAP_B": box_b, "MAP_D": (self.slab[1], self.slab[0], 1)}
 
     @cute.jit
-    def __call__(
-        self,
-        a: cute.Pointer,
-        b: cute.Pointer,
-        d: cute.Pointer,
-        maps: cute.Pointer | None,
-        offsets: cute.Pointer,
-        alpha: cute.Pointer | None,
-        prob: cute.Pointer | None,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        l: Int32,
-        clusters: Int32,
-        stream,
-    ):
+    def launch(self, a_tensor, b_tensor, d_tensor, problem: operands.Problem, clusters: Int32, stream):
         tile, variant = self.tile, self.variant
-        m, n, k = operands.extents(m, n, k)
-        map_l = l if cutlass.const_expr(variant.weights == "dense") else Int32(1)
-        a_tensor = operands.rows_of_a(a, m, k)
-        b_tensor = operands.experts_of_b(b, n, k, map_l, variant.b_major)
-        d_tensor = operands.ragged_rows_of_d(d, m, n, SLAB_ROWS)
-
         tile_mnk = (tile.m, tile.n, tile.k)
         b_layout = utils.LayoutEnum.ROW_MAJOR if variant.b_major == "k" else utils.LayoutEnum.COL_MAJOR
         s_layout_a = hopper_helpers.make_smem_layout_a(utils.LayoutEnum.ROW_MAJOR, tile_mnk, BFloat16, self.stages)
@@ -110,17 +79,8 @@ class GroupedGemm:
 
         self.storage, self.shared_bytes = Storage, Storage.size_in_bytes()
         self.kernel(
-            atom_a, m_a, atom_b, m_b, atom_d, m_d,
-            maps, offsets, alpha, prob, m, n, k, l,
-            s_layout_a, s_layout_b, s_layout_d,
-        ).launch(
-            grid=(clusters * self.cluster_size, 1, 1),
-            block=(self.threads, 1, 1),
-            cluster=(self.cluster_size, 1, 1),
-            smem=self.shared_bytes,
-            min_blocks_per_mp=1,
-            stream=stream,
-        )  # fmt: skip
+            atom_a, m_a, atom_b, m_b, atom_d, m_d, problem, s_layout_a, s_layout_b, s_layout_d
+        ).launch(**self.launch_options(clusters, self.shared_bytes, stream))  # fmt: skip
 
     def _tiled_mma(self):
         """One warpgroup, 64 rows and the tile's columns."""
@@ -146,14 +106,7 @@ class GroupedGemm:
         m_b: cute.Tensor,
         atom_d: cute.CopyAtom,
         m_d: cute.Tensor,
-        maps: cute.Pointer | None,
-        offsets: cute.Pointer,
-        alpha: cute.Pointer | None,
-        prob: cute.Pointer | None,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        l: Int32,
+        problem: operands.Problem,
         s_layout_a: cute.ComposedLayout,
         s_layout_b: cute.ComposedLayout,
         s_layout_d: cute.ComposedLayout,
@@ -187,23 +140,23 @@ class GroupedGemm:
         s_d = storage.d.get_tensor(s_layout_d.outer, swizzle=s_layout_d.inner)
         pipeline.pipeline_init_wait(cluster_shape_mn=cluster_mn)
 
-        k_tiles = cute.ceil_div(k, tile.k)
+        k_tiles = cute.ceil_div(problem.k, tile.k)
         warpgroup_index = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == SCHEDULER_WARP:
-                self.scheduler.publish_tiles(ring, s_tiles, offsets, m, n, l)
+                self.scheduler.publish_tiles(ring, s_tiles, problem)
             if warp == LOAD_WARP:
-                self.load(stages, ring, s_tiles, atom_a, m_a, s_a, atom_b, m_b, s_b, maps, cta_layout, k_tiles, l)
+                self.load(stages, ring, s_tiles, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             self.compute(
                 stages, ring, s_tiles, s_a, s_b, s_d, atom_d, m_d,
-                alpha, prob, warpgroup_index - 1, tidx % WARPGROUP, k_tiles, l,
+                problem, warpgroup_index - 1, tidx % WARPGROUP, k_tiles,
             )  # fmt: skip
 
     @cute.jit
-    def load(self, stages, ring, s_tiles, atom_a, m_a, s_a, atom_b, m_b, s_b, maps, cta_layout, k_tiles, l):
+    def load(self, stages, ring, s_tiles, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles):
         """The load warp: for every tile, every stage's part of A and B that this CTA brings (for its whole row or column of the cluster)."""
         tile = self.tile
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -216,7 +169,7 @@ class GroupedGemm:
         expert, row, _, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
         ring_state.advance()
         while expert >= 0:
-            if expert < l:
+            if expert < problem.l:
                 g_a = cute.local_tile(cute.domain_offset((row, 0), m_a), (tile.m, tile.k), (0, None))
                 part_s_a, part_g_a = cpasync.tma_partition(
                     atom_a, coord[1], cute.make_layout(tile.cluster_n),
@@ -225,7 +178,7 @@ class GroupedGemm:
                 # Of one stacked array the expert is a coordinate; else every expert has a map of its own.
                 map_b, map_expert = None, expert
                 if cutlass.const_expr(self.variant.weights == "pointers"):
-                    map_b, map_expert = tensor_maps.pointer_to_map(maps, expert), 0
+                    map_b, map_expert = tensor_maps.pointer_to_map(problem.maps, expert), 0
                     cpasync.fence_tma_desc_acquire(map_b)
                 g_b = cute.local_tile(cute.domain_offset((col, 0, map_expert), m_b), (tile.n, tile.k), (0, None, 0))
                 part_s_b, part_g_b = cpasync.tma_partition(
@@ -249,7 +202,7 @@ class GroupedGemm:
         stages.producer_tail(state)
 
     @cute.jit
-    def compute(self, stages, ring, s_tiles, s_a, s_b, s_d, atom_d, m_d, alpha, prob, half, thread, k_tiles, l):
+    def compute(self, stages, ring, s_tiles, s_a, s_b, s_d, atom_d, m_d, problem, half, thread, k_tiles):
         """A math warpgroup: accumulates rows [64 half, 64 half + 64) of the tile, then scales, converts and stores them."""
         warp = cute.arch.make_warp_uniform(thread // 32)
         tiled_mma = self._tiled_mma()
@@ -277,8 +230,10 @@ class GroupedGemm:
         expert, row, row_end, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
         ring_state.advance()
         while expert >= 0:
+            # By moves: with the matrix instruction's own flag ptxas spills (docs/architecture.md), and a tile without
+            # contraction needs them anyway.
             acc.fill(0.0)
-            tile_k_tiles = k_tiles if expert < l else 0
+            tile_k_tiles = k_tiles if expert < problem.l else 0
             for k_tile in cutlass.range(tile_k_tiles, unroll=1):
                 stages.consumer_wait(state)
                 warpgroup.fence()
@@ -299,7 +254,7 @@ class GroupedGemm:
 
             slab_row = row + half * SLAB_ROWS
             if cutlass.const_expr(self.variant.scaled):
-                self.scale(acc, alpha, prob, expert, slab_row, row_end, warp, l)
+                self.scale(acc, problem, expert, slab_row, row_end, warp)
             for slab in cutlass.range_constexpr(self.num_slabs):
                 r_slab = cute.make_rmem_tensor(slabs.thr_s[None, None, None, 0].shape, Float32)
                 for i in cutlass.range_constexpr(cute.size(r_slab)):
@@ -312,12 +267,12 @@ class GroupedGemm:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def scale(self, acc, alpha, prob, expert, slab_row, row_end, warp, l):
+    def scale(self, acc, problem, expert, slab_row, row_end, warp):
         """acc *= alpha[expert], then *= prob[row]: a thread holds two rows, 8 apart."""
-        a = epilogue.load_scale(alpha, expert, expert < l)
+        a = epilogue.load_scale(problem.alpha, expert, expert < problem.l)
         row = slab_row + warp * 16 + cute.arch.lane_idx() // 4
         for pair in cutlass.range_constexpr(2):
-            p = epilogue.load_scale(prob, row + 8 * pair, expert < l and row + 8 * pair < row_end)
+            p = epilogue.load_scale(problem.prob, row + 8 * pair, expert < problem.l and row + 8 * pair < row_end)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 if cutlass.const_expr(i // 2 % 2 == pair):
                     acc[i] = acc[i] * a * p

@@ -3,11 +3,27 @@
 The library encodes the same tensor maps in C++ (`ffi/tensor_map.cc`); a test runs the host code generated from this file and compares both, byte for byte.
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int64
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A kernel's parameters after the tensors, in this order: `forward_fields` names the same. None: not in this variant."""
+
+    maps: cute.Pointer | None
+    offsets: cute.Pointer
+    alpha: cute.Pointer | None
+    prob: cute.Pointer | None
+    m: Int32
+    n: Int32
+    k: Int32
+    l: Int32
 
 
 def extents(m, n, k):

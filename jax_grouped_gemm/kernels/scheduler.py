@@ -50,8 +50,9 @@ class TileScheduler:
         return ring, cute.make_tensor(tiles, cute.make_layout((TILE_WORDS, RING_STAGES)))
 
     @cute.jit
-    def publish_tiles(self, ring, s_tiles: cute.Tensor, offsets: cute.Pointer, m: Int32, n: Int32, l: Int32):
+    def publish_tiles(self, ring, s_tiles: cute.Tensor, problem):
         """The scheduler warp's whole work. Lane i of the walk holds group chunk + i."""
+        m, n, l = problem.m, problem.n, problem.l
         lane = cute.arch.lane_idx()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         rank_m = rank % self.tile.cluster_m
@@ -59,7 +60,7 @@ class TileScheduler:
         cluster_rows = self.tile.m * self.tile.cluster_m
         cluster_cols = self.tile.n * self.tile.cluster_n
         num_cols = cute.ceil_div(n, cluster_cols)
-        g_offsets = cute.make_tensor(offsets, cute.make_layout(l))
+        g_offsets = cute.make_tensor(problem.offsets, cute.make_layout(l))
 
         bidx, _, _ = cute.arch.block_idx()
         gdim, _, _ = cute.arch.grid_dim()
