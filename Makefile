@@ -94,7 +94,7 @@ sanitize: ## compute-sanitizer over a sweep of small problems on this machine's 
 	    $(say) "sanitize: $$tool"; \
 	    options="--report-api-errors no"; [ $$tool != initcheck ] || options="--check-api-memory-access no"; \
 	    XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool $$tool --error-exitcode 1 $$options \
-	        --kernel-name kernel_substring=kernel_cutlass $(RUN) tests/gpu_programs/small_problems.py; \
+	        $(RUN) tests/gpu_programs/small_problems.py; \
 	done
 
 bench: ## the forward benchmark on this machine's GPU (BENCH_ARGS="--rows ... --arms ... --reps ...")

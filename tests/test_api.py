@@ -76,12 +76,15 @@ def test_debug_nans(case):
         jax.jit(grouped_gemm)(arguments.pop("a"), arguments.pop("b"), offsets=arguments.pop("offsets"))
 
 
+@pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("as_given", [list, tuple, np.int64, np.int32, np.uint8])
-def test_host_integers_of_any_width(case, as_given):
+def test_host_integers_of_any_width(case, as_given, x64):
     arguments = case.arguments()
     ends = case.offsets
     given = as_given(ends.tolist()) if as_given in (list, tuple) else ends.astype(as_given)
-    same(grouped_gemm(**(arguments | {"offsets": given})), grouped_gemm(**arguments))
+    want = grouped_gemm(**arguments)
+    with jax.enable_x64(x64) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(x64):
+        same(grouped_gemm(**(arguments | {"offsets": given})), want)
 
 
 def test_traced_scalars_in_a_list(case):

@@ -230,8 +230,7 @@ class GroupedGemm(ForwardKernel):
         expert, row, row_end, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
         ring_state.advance()
         while expert >= 0:
-            # By moves: with the matrix instruction's own flag ptxas spills (docs/architecture.md), and a tile without
-            # contraction needs them anyway.
+            # For every tile, not only for those without contraction: in a branch, this spills (docs/architecture.md).
             acc.fill(0.0)
             tile_k_tiles = k_tiles if expert < problem.l else 0
             for k_tile in cutlass.range(tile_k_tiles, unroll=1):
