@@ -186,8 +186,15 @@ def parse_args(argv, platform):
     gpu = platform == "gpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 
+    def positive(text):
+        if int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{text} is not positive")
+        return int(text)
+
     def size(flag, on_gpu, on_cpu, text):
-        parser.add_argument(flag, type=int, default=on_gpu if gpu else on_cpu, help=f"{text} (default: %(default)s)")
+        parser.add_argument(
+            flag, type=positive, default=on_gpu if gpu else on_cpu, help=f"{text} (default: %(default)s)"
+        )
 
     size("--tokens", 8192, 1024, "bytes of text")
     size("--width", 2048, 256, "model width, a multiple of 8")
@@ -198,7 +205,13 @@ def parse_args(argv, platform):
     size("--check", 256, 1024, "tokens compared with the float64 oracle")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compare", action="store_true", help="skip jax.lax.ragged_dot")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for flag in ("width", "hidden"):
+        if getattr(args, flag) % 8:
+            parser.error(f"--{flag} must be a multiple of 8; got {getattr(args, flag)}")
+    if args.top_k > args.experts:
+        parser.error(f"--top-k must be at most --experts = {args.experts}; got {args.top_k}")
+    return args
 
 
 def main(argv=None):

@@ -33,8 +33,13 @@ TARGETS = {
 
 @functools.cache
 def manifest():
-    """The build's manifest, or None where nothing was built."""
-    return json.loads(MANIFEST.read_text()) if MANIFEST.exists() else None
+    """The build's manifest, or None where nothing was built. RuntimeError where it is not JSON."""
+    if not MANIFEST.exists():
+        return None
+    try:
+        return json.loads(MANIFEST.read_text())
+    except ValueError as error:
+        raise RuntimeError(contract.load_failed(MANIFEST, error)) from None
 
 
 @functools.cache

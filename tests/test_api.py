@@ -274,6 +274,12 @@ def test_broken_library_is_explained(files):
         library.load.cache_clear()
 
 
+def test_broken_manifest_is_explained(files):
+    library.MANIFEST.write_text('{"build_id": ')
+    with pytest.raises(RuntimeError, match=r"manifest.json could not be loaded: .*run `make build` again"):
+        library.manifest.__wrapped__()
+
+
 @pytest.mark.parametrize(
     ("found", "message"),
     [

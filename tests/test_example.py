@@ -41,6 +41,20 @@ def test_a_wrong_layer_fails(example, capsys, monkeypatch):
     assert "FAILED: error" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--width", "30"], "--width must be a multiple of 8; got 30"),
+        (["--experts", "4", "--top-k", "5"], "--top-k must be at most --experts = 4; got 5"),
+        (["--tokens", "0"], "argument --tokens: 0 is not positive"),
+    ],
+)
+def test_impossible_sizes_are_refused(example, capsys, flags, message):
+    with pytest.raises(SystemExit):
+        example.main(flags)
+    assert message in capsys.readouterr().err
+
+
 def test_text_repeats_when_it_runs_out(example):
     import pydoc_data.topics
 

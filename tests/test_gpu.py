@@ -1,5 +1,6 @@
 """The compiled kernels through jax.jit, on a real GPU, against the float64 oracle."""
 
+import ctypes
 import functools
 import itertools
 import os
@@ -13,7 +14,7 @@ import numpy as np
 import oracle
 import pytest
 
-from jax_grouped_gemm import config, ffi_call, grouped_gemm
+from jax_grouped_gemm import config, ffi_call, grouped_gemm, library
 
 pytestmark = pytest.mark.gpu
 
@@ -225,16 +226,77 @@ def test_reference_on_gpu(rng):
     oracle.assert_close(grouped_gemm(**case.arguments(), implementation="reference"), oracle.oracle(case), case)
 
 
-@pytest.mark.parametrize("weights", ["dense", "tuple"])
-def test_no_temporaries_but_the_maps(rng, weights):
-    l, m, n, k = 16, 4096, 1024, 1024
+@pytest.mark.parametrize("weights", ["dense", "tuple", "pointers"])
+@pytest.mark.parametrize("l", [1, 16, 1000])
+def test_no_temporaries_but_the_maps(weights, l):
+    m, n, k = 4096, 1024, 1024
     a, offsets = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((l,), jnp.int32)
-    b = jax.ShapeDtypeStruct((l, n, k), jnp.bfloat16)
-    if weights == "tuple":
-        b = tuple(jax.ShapeDtypeStruct((n, k), jnp.bfloat16) for _ in range(l))
-    compiled = jax.jit(grouped_gemm).lower(a, b, offsets=offsets).compile()
-    limit = 0 if weights == "dense" else 2 * 128 * l + 1024  # the maps, twice over: loose, but no operand fits in it
-    assert compiled.memory_analysis().temp_size_in_bytes <= limit
+    b = {
+        "dense": jax.ShapeDtypeStruct((l, n, k), jnp.bfloat16),
+        "tuple": (jax.ShapeDtypeStruct((n, k), jnp.bfloat16),) * l,
+        "pointers": jax.ShapeDtypeStruct((8 * l,), jnp.uint8),
+    }[weights]
+
+    def program(a, b, offsets):
+        return grouped_gemm(a, **({"b_ptrs": b, "n": n} if weights == "pointers" else {"b": b}), offsets=offsets)
+
+    analysis = jax.jit(program).lower(a, b, offsets).compile().memory_analysis()
+    # Two results, D and the maps, make a tuple, whose table of addresses is XLA's.
+    assert analysis.temp_size_in_bytes <= (0 if weights == "dense" else 128 * l + 256)
+    assert analysis.output_size_in_bytes == 2 * m * n
+
+
+class LibraryCall(ctypes.Structure):
+    """jgg_call of ffi/c_api.h."""
+
+    _fields_ = (
+        [("struct_size", ctypes.c_int64)]
+        + [(name, ctypes.c_char_p) for name in ("sm90", "sm100", "weights", "b_major", "d_dtype")]
+        + [(name, ctypes.c_int64) for name in "mnkl"]
+        + [(name, ctypes.c_uint64) for name in ("a", "offsets", "alpha", "prob", "b")]
+        + [("weight_addresses", ctypes.POINTER(ctypes.c_uint64))]
+        + [(name, ctypes.c_uint64) for name in ("d", "scratch", "stream")]
+    )
+
+
+@pytest.fixture
+def cuda_driver():
+    """The driver, with the context of JAX's first GPU current on this thread."""
+    driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert driver.cuCtxPushCurrent_v2(context) == 0
+    yield driver
+    assert driver.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
+    assert driver.cuDevicePrimaryCtxRelease_v2(0) == 0
+
+
+@pytest.mark.parametrize("shape", [(301, 264, 136), (1, 8, 8), (700, 520, 64)])
+@pytest.mark.parametrize("d_dtype", config.D_DTYPES)
+def test_writes_nothing_outside_d(rng, cuda_driver, shape, d_dtype):
+    """D between guards: compute-sanitizer does not check the copy engine's stores to the byte."""
+    arch = ffi_call.architecture(jax.devices("cuda")[0].compute_capability)
+    forward = library.load().jgg_forward
+    forward.restype = ctypes.c_char_p
+    (m, n, k), guard = shape, 1 << 17
+    hostile = [[100, 100, 257, 290], [-3, 500, 20, 2**31 - 1], [0, 0, 0, 0], [2**31 - 1] * 4]
+    for tile, offsets in itertools.product(config.TILES[arch], hostile):
+        tiles = {each: tile if each == arch else config.TILES[each][0] for each in config.TILES}
+        names = {f"sm{x}": config.Variant(x, t, "k", "dense", d_dtype, False).name.encode() for x, t in tiles.items()}
+        case = oracle.make_case(rng, 4, m, n, k, offsets=offsets, d_dtype=d_dtype, alpha=False, prob=False)
+        a, b, ends = map(jnp.asarray, (case.a, case.b, case.offsets))
+        memory = jax.block_until_ready(jnp.full(2 * guard + m * n, 7, d_dtype))
+        jax.block_until_ready((a, b, ends))
+        call = LibraryCall(
+            struct_size=ctypes.sizeof(LibraryCall), **names, weights=b"dense", b_major=b"k", d_dtype=d_dtype.encode(),
+            m=m, n=n, k=k, l=4, a=a.unsafe_buffer_pointer(), offsets=ends.unsafe_buffer_pointer(),
+            b=b.unsafe_buffer_pointer(), d=memory.unsafe_buffer_pointer() + guard * memory.dtype.itemsize,
+        )  # fmt: skip
+        assert forward(ctypes.byref(call)) is None
+        assert cuda_driver.cuCtxSynchronize() == 0
+        before, d, after = np.split(np.asarray(memory), [guard, guard + m * n])
+        assert (before == 7).all()
+        assert (after == 7).all()
+        oracle.assert_close(d.reshape(m, n), oracle.oracle(case), case)
 
 
 def _rows_match(got, a, b, begin, end):
