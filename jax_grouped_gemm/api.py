@@ -38,9 +38,11 @@ def grouped_gemm(
       offsets: (L,) int32, the exclusive end row of each group. Or give `group_sizes`.
       group_sizes: (L,) int32, rows of each group.
       b_ptrs: instead of `b`, the addresses of L weight matrices laid out as the arrays of a tuple: (L,) int64, or the
-        same bytes as (8 L,) uint8 where `jax_enable_x64` is off; NumPy int64 arrays are converted. Addresses are in
-        the memory of the device that runs the call, aligned to 16 bytes. The caller keeps the matrices alive until
-        the result is ready; XLA does not know of them. On a CPU this needs the package's library.
+        same bytes as (8 L,) uint8 where `jax_enable_x64` is off; outside of jit, NumPy's 64-bit integers are converted.
+        Addresses are in
+        the memory of the device that runs the call, aligned to 16 bytes; those of experts without rows are not read.
+        The caller keeps the matrices alive until the result is ready; XLA does not know of them. The reference reads
+        them on a CPU only, through the package's library.
       n: N, the output columns; needed with `b_ptrs`.
       b_major: the contiguous dimension of the weights, "k" or "n".
       alpha: (L,) float32, a factor per expert; absent, it costs nothing.
@@ -49,7 +51,7 @@ def grouped_gemm(
       implementation: "cutedsl" for the CUDA kernels, "reference" for plain JAX, None for the kernels on GPUs of
         compute capability 9.0, 10.0 and 10.3 and the reference elsewhere.
 
-    K and N must be multiples of 8; M, N and K must each be less than 2^31 - 2^10, their products need not.
+    K and N must be multiples of 8; M, N, K and L must each be less than 2^31 - 2^10, their products need not.
 
     Returns:
       (M, N) of `d_dtype`. Where M, N, K or L is 0, zeros.
@@ -59,7 +61,8 @@ def grouped_gemm(
         `group_sizes`. In a traced program values cannot be seen: there each end is clamped to [previous end, M], a
         negative size counts as 0, and sizes stop at M.
       RuntimeError: this machine cannot run the implementation asked for; the message says why.
-      NotImplementedError: differentiation and vmap.
+      NotImplementedError: differentiation, vmap, and operands on a mesh with explicit axes or in a shard_map that
+        checks varying axes.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -103,20 +106,25 @@ def _groups(groups):
     if isinstance(groups, jax.Array) or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(groups)):
         return jnp.asarray(groups)
     groups = np.asarray(groups)
-    return groups.astype(np.int64) if groups.dtype.kind in "iu" or groups.size == 0 else groups
+    return groups.astype(np.int32) if groups.size == 0 else groups
 
 
 def _int32(groups):
     """The operand. Host integers that do not fit are clipped here and refused by the check of values."""
-    if isinstance(groups, np.ndarray) and groups.dtype == np.int64:
-        groups = np.clip(groups, -(2**31), 2**31 - 1).astype(np.int32)
-    return jnp.asarray(groups)
+    if isinstance(groups, jax.Array) or groups.dtype == np.int32:
+        return jnp.asarray(groups)
+    if not all(isinstance(x, (int, np.integer)) for x in groups.flat):
+        return groups  # its dtype is refused
+    # As Python's integers: no NumPy type holds both -1 and 2^64 - 1.
+    return jnp.asarray(np.clip(groups.astype(object), -(2**31), 2**31 - 1).astype(np.int32))
 
 
 def _pointers(b_ptrs):
     """Host addresses keep all 64 bits: without x64, JAX would truncate int64 to int32."""
     if not isinstance(b_ptrs, jax.Array):
         b_ptrs = np.asarray(b_ptrs)
+        if b_ptrs.dtype == np.uint64 or b_ptrs.size == 0:
+            b_ptrs = b_ptrs.astype(np.int64)
         if b_ptrs.dtype == np.int64 and not jax.config.read("jax_enable_x64"):
             b_ptrs = np.ascontiguousarray(b_ptrs).view(np.uint8)
     return jnp.asarray(b_ptrs)

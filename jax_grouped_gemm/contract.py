@@ -86,7 +86,9 @@ def exactly_one(**arguments):
     given = [name for name, value in arguments.items() if value is not None]
     if len(given) != 1:
         names = " and ".join(arguments)
-        raise ValueError(f"exactly one of {names} must be given; got {' and '.join(given) or 'neither'}")
+        raise ValueError(
+            f"exactly one of {names} must be given; got {' and '.join(given) or 'neither'}; pass one, as a keyword"
+        )
 
 
 def check_call(options, weights, operands):
@@ -99,7 +101,7 @@ def check_call(options, weights, operands):
     m, k = a.shape
     d_dtype = _output_dtype(a.dtype if options.d_dtype is None else options.d_dtype)
     l, n = _weights(options, weights, b, k)
-    _limits(m, n, k)
+    _limits(M=m, N=n, K=k, L=l)
     _alignment("K", "a.shape[1]", k)
     _alignment("N", "the output columns", n)
     what = "end" if options.groups == "offsets" else "size"
@@ -123,25 +125,26 @@ def _weights(options, weights, b, k):
 
 def _dense_weights(options, b, k):
     (b,) = b
-    expected = "(L, N, K)" if options.b_major == "k" else "(L, K, N)"
-    found = b.shape[2 if options.b_major == "k" else 1] if b.ndim == 3 else None
-    if found != k:
-        hint = ""
-        other = "n" if options.b_major == "k" else "k"
-        if b.ndim == 3 and b.shape[2 if other == "k" else 1] == k:
-            hint = f'; pass b_major="{other}" if b is stored so'
-        raise ValueError(f"b must be {expected} with K = a.shape[1] = {k}; got {b.shape}{hint}")
+    _weight_shape("b", b, ("L",), options.b_major, k)
     _dtype("b", b, "bfloat16")
     return b.shape[0], b.shape[1 if options.b_major == "k" else 2]
+
+
+def _weight_shape(name, b, leading, b_major, k):
+    dims = (*leading, *("NK" if b_major == "k" else "KN"))
+    if b.ndim == len(dims) and b.shape[dims.index("K")] == k:
+        return
+    remedy = "pass weights for the K of a"
+    if b.ndim == len(dims) and b.shape[dims.index("N")] == k:
+        remedy = f'pass b_major="{"n" if b_major == "k" else "k"}" if b is stored so'
+    raise ValueError(f"{name} must be ({', '.join(dims)}) with K = a.shape[1] = {k}; got {b.shape}; {remedy}")
 
 
 def _tuple_weights(options, b, k):
     if not b:
         return 0, _given_n(options, "an empty tuple of weights")
-    expected = "(N, K)" if options.b_major == "k" else "(K, N)"
     for i, w in enumerate(b):
-        if w.ndim != 2 or w.shape[1 if options.b_major == "k" else 0] != k:
-            raise ValueError(f"b[{i}] must be {expected} with K = a.shape[1] = {k}; got {w.shape}")
+        _weight_shape(f"b[{i}]", w, (), options.b_major, k)
         if w.shape != b[0].shape:
             raise ValueError(f"b[{i}] must have the shape of b[0], {b[0].shape}; got {w.shape}; pad the weights")
         _dtype(f"b[{i}]", w, "bfloat16")
@@ -154,7 +157,7 @@ def _pointer_weights(options, b, k):
     if pointers.dtype not in (np.int64, np.uint8) or pointers.ndim != 1 or (packed and pointers.size % 8):
         raise ValueError(
             "b_ptrs must be (L,) int64 or, without jax_enable_x64, (8 L,) uint8 (the same bytes, little-endian); "
-            f"got {pointers.shape} {pointers.dtype}; a NumPy int64 array is converted for you"
+            f"got {pointers.shape} {pointers.dtype}; pass np.asarray(addresses, np.int64).view(np.uint8)"
         )
     return pointers.size // 8 if packed else pointers.size, _given_n(options, "b_ptrs")
 
@@ -163,7 +166,7 @@ def _given_n(options, reason):
     if options.n is None:
         raise ValueError(f"n, the output columns, must be given with {reason}; got None; pass n=")
     if not isinstance(options.n, (int, np.integer)) or options.n < 0:
-        raise ValueError(f"n must be a non-negative integer; got {options.n!r}")
+        raise ValueError(f"n must be a non-negative integer; got {options.n!r}; pass the output columns")
     return int(options.n)
 
 
@@ -171,7 +174,7 @@ def _output_dtype(dtype):
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
-        name = repr(dtype)
+        name = dtype
     _one_of("d_dtype", name, config.D_DTYPES)
     return name
 
@@ -193,12 +196,12 @@ def _dtype(name, array, expected):
 
 def _vector(name, array, dtype, size, symbol, meaning):
     if array.shape != (size,):
-        raise ValueError(f"{name} must be ({symbol},) = ({size},), {meaning}; got {array.shape}")
+        raise ValueError(f"{name} must be ({symbol},) = ({size},); got {array.shape}; pass {meaning}")
     _dtype(name, array, dtype)
 
 
-def _limits(m, n, k):
-    for name, size in (("M", m), ("N", n), ("K", k)):
+def _limits(**extents):
+    for name, size in extents.items():
         if not isinstance(size, int):
             raise ValueError(f"{name} must be static; got {size}; export one program per shape")
         if size >= SIZE_LIMIT:
@@ -304,6 +307,13 @@ def pointers_need_library(why):
 def no_rule(transformation):
     return NotImplementedError(
         f"grouped_gemm has no rule for {transformation} yet; jax.lax.ragged_dot has one, for dense weights"
+    )
+
+
+def no_explicit_sharding():
+    return NotImplementedError(
+        "grouped_gemm has no rule yet for operands on a mesh with explicit axes; call it on each device's part inside "
+        "jax.shard_map with check_vma=False, or make the mesh with axis_types=(jax.sharding.AxisType.Auto,)"
     )
 
 

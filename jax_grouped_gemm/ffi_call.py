@@ -27,6 +27,8 @@ def grouped_gemm(call, *operands):
 def _abstract_eval(*operands, call):
     if any(map(_varies, operands)):
         raise contract.no_varying_axes()
+    if any(map(_on_explicit_mesh, operands)):
+        raise contract.no_explicit_sharding()
     return jax.core.ShapedArray((call.m, call.n), jnp.dtype(call.d_dtype))
 
 
@@ -34,6 +36,12 @@ def _varies(aval):
     """Inside a shard_map that tracks which mesh axes a value varies over, this one does."""
     manual = getattr(aval, "manual_axis_type", None)  # since JAX 0.10; before, `vma`
     return bool(getattr(aval, "vma", ()) if manual is None else manual.varying)
+
+
+def _on_explicit_mesh(aval):
+    """The type of this value has a sharding, which that of the result would have to follow from."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return jax.sharding.AxisType.Explicit in (getattr(mesh, "axis_types", None) or ())
 
 
 # JAX's own way to run one primitive: a jit of our own would call itself under jax.disable_jit and jax_debug_nans.
@@ -102,10 +110,10 @@ def _implementation(platform, *operands, call):
     if platform == "cuda" and call.implementation is None:
         _log_once(f"grouped_gemm uses the reference implementation, which is slow on a GPU: {choice.why}")
     a, offsets, alpha, prob, b = call.split(operands)
-    return reference.grouped_gemm(call, a, offsets, alpha, prob, _stacked_weights(platform, call, b))
+    return reference.grouped_gemm(call, a, offsets, alpha, prob, _stacked_weights(platform, call, b, offsets))
 
 
-def _stacked_weights(platform, call, b):
+def _stacked_weights(platform, call, b, offsets):
     if call.weights == "dense":
         return b[0]
     if call.weights == "tuple":
@@ -114,7 +122,8 @@ def _stacked_weights(platform, call, b):
         raise contract.pointers_unreadable(platform)
     if library.registered() is not None:
         raise contract.pointers_need_library(library.registered())
-    return jax.ffi.ffi_call(library.GATHER_WEIGHTS, jax.ShapeDtypeStruct(call.b_shape, jnp.bfloat16))(*b)
+    gather = jax.ffi.ffi_call(library.GATHER_WEIGHTS, jax.ShapeDtypeStruct(call.b_shape, jnp.bfloat16))
+    return gather(*b, offsets, m=np.int64(call.m))
 
 
 def _kernels(call, operands):

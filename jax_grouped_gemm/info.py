@@ -22,13 +22,16 @@ def collect():
         },
         "build": _build(),
         "library": _library(),
-        "devices": [_device(device) for device in jax.devices()],
+        "devices": _devices(),
         "implementation": _implementation(),
     }
 
 
 def _build():
-    manifest = library.manifest()
+    try:
+        manifest = library.manifest()
+    except RuntimeError:
+        manifest = None  # `_library` says why
     if manifest is None:
         return None
     kernels = collections.defaultdict(list)
@@ -68,17 +71,24 @@ def _version(version):
     return None if version is None else ".".join(map(str, version))
 
 
+def _devices():
+    try:
+        return list(map(_device, jax.devices()))
+    except Exception:  # JAX has several types for a backend that does not start; `_implementation` says why
+        return []
+
+
 def _device(device):
     capability = getattr(device, "compute_capability", None)
     return {"id": device.id, "platform": device.platform, "kind": device.device_kind, "compute_capability": capability}
 
 
 def _implementation():
-    name = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
     try:
+        name = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
         choice = ffi_call.choose(name, None)
-    except RuntimeError as error:
-        return {"name": None, "why": str(error)}
+    except Exception as error:
+        return {"name": None, "why": str(error) or "JAX found no device"}
     return {"name": "cutedsl" if choice.kernels else "reference", "why": choice.why}
 
 

@@ -33,13 +33,15 @@ TARGETS = {
 
 @functools.cache
 def manifest():
-    """The build's manifest, or None where nothing was built. RuntimeError where it is not JSON."""
+    """The build's manifest, or None where nothing was built. RuntimeError where it is damaged."""
     if not MANIFEST.exists():
         return None
     try:
-        return json.loads(MANIFEST.read_text())
-    except ValueError as error:
-        raise RuntimeError(contract.load_failed(MANIFEST, error)) from None
+        found = json.loads(MANIFEST.read_text())
+        found["build_id"]  # what every reader needs
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RuntimeError(contract.load_failed(MANIFEST, repr(error))) from None
+    return found
 
 
 @functools.cache
@@ -49,10 +51,14 @@ def registered():
         if not path.exists():
             return contract.not_built(path)
     try:
+        manifest_id = manifest()["build_id"]
+    except RuntimeError as error:
+        return str(error)
+    try:
         library = load()
     except (OSError, AttributeError) as error:
         return contract.load_failed(LIBRARY, error)
-    why = mismatch(build_id(library), manifest()["build_id"], api_version(library), runtime_api_version())
+    why = mismatch(build_id(library), manifest_id, api_version(library), runtime_api_version())
     if why is not None:
         return why
     try:

@@ -30,7 +30,7 @@ def test_the_call_without_changes_is_legal():
 
 
 WRONG_CALLS = {
-    "no weights": ({"b": None}, "exactly one of b and b_ptrs must be given; got neither"),
+    "no weights": ({"b": None}, "exactly one of b and b_ptrs must be given; got neither; pass one, as a keyword"),
     "two kinds of weights": (
         {"b_ptrs": struct(32, dtype=jnp.uint8)},
         "exactly one of b and b_ptrs must be given; got b and b_ptrs",
@@ -47,7 +47,7 @@ WRONG_CALLS = {
     ),
     "b K": (
         {"b": struct(4, 16, 24)},
-        "b must be (L, N, K) with K = a.shape[1] = 32; got (4, 16, 24)",
+        "b must be (L, N, K) with K = a.shape[1] = 32; got (4, 16, 24); pass weights for the K of a",
     ),
     "b is N-major": (
         {"b": struct(4, 32, 16)},
@@ -57,11 +57,14 @@ WRONG_CALLS = {
         {"b_major": "n"},
         'b must be (L, K, N) with K = a.shape[1] = 32; got (4, 16, 32); pass b_major="k" if b is stored so',
     ),
-    "b rank": ({"b": struct(16, 32)}, "b must be (L, N, K) with K = a.shape[1] = 32; got (16, 32)"),
+    "b rank": (
+        {"b": struct(16, 32)},
+        "b must be (L, N, K) with K = a.shape[1] = 32; got (16, 32); pass weights for the K of a",
+    ),
     "b dtype": ({"b": struct(4, 16, 32, dtype=jnp.float16)}, "b must be bfloat16; got float16"),
     "tuple rank": (
         {"b": [struct(16, 32)] * 3 + [struct(1, 16, 32)]},
-        "b[3] must be (N, K) with K = a.shape[1] = 32; got (1, 16, 32)",
+        "b[3] must be (N, K) with K = a.shape[1] = 32; got (1, 16, 32); pass weights for the K of a",
     ),
     "tuple shapes differ": (
         {"b": [struct(16, 32)] * 3 + [struct(8, 32)]},
@@ -69,7 +72,7 @@ WRONG_CALLS = {
     ),
     "tuple N-major": (
         {"b": [struct(16, 32)] * 4, "b_major": "n"},
-        "b[0] must be (K, N) with K = a.shape[1] = 32; got (16, 32)",
+        'b[0] must be (K, N) with K = a.shape[1] = 32; got (16, 32); pass b_major="k" if b is stored so',
     ),
     "tuple dtype": (
         {"b": [struct(16, 32, dtype=jnp.float32)] * 4},
@@ -82,12 +85,12 @@ WRONG_CALLS = {
     ),
     "pointers with a wrong n": (
         {"b": None, "b_ptrs": struct(32, dtype=jnp.uint8), "n": -8},
-        "n must be a non-negative integer; got -8",
+        "n must be a non-negative integer; got -8; pass the output columns",
     ),
     "pointers dtype": (
         {"b": None, "b_ptrs": struct(4, dtype=jnp.int32), "n": 16},
         "b_ptrs must be (L,) int64 or, without jax_enable_x64, (8 L,) uint8 (the same bytes, little-endian); "
-        "got (4,) int32; a NumPy int64 array is converted for you",
+        "got (4,) int32; pass np.asarray(addresses, np.int64).view(np.uint8)",
     ),
     "pointers bytes": (
         {"b": None, "b_ptrs": struct(31, dtype=jnp.uint8), "n": 16},
@@ -107,9 +110,13 @@ WRONG_CALLS = {
         {"a": struct(64, 2**31 - 2**10), "b": struct(4, 16, 2**31 - 2**10)},
         "K must be less than 2^31 - 2^10; got 2147482624; split the call",
     ),
+    "L limit": (
+        {"b": struct(2**31 - 2**10, 16, 32), "offsets": struct(2**31 - 2**10, dtype=jnp.int32)},
+        "L must be less than 2^31 - 2^10; got 2147482624; split the call",
+    ),
     "offsets shape": (
         {"offsets": struct(5, dtype=jnp.int32)},
-        "offsets must be (L,) = (4,), one end per expert of the weights; got (5,)",
+        "offsets must be (L,) = (4,); got (5,); pass one end per expert of the weights",
     ),
     "offsets dtype": (
         {"offsets": struct(4, dtype=jnp.uint32)},
@@ -117,7 +124,7 @@ WRONG_CALLS = {
     ),
     "group_sizes shape": (
         {"offsets": None, "group_sizes": struct(4, 1, dtype=jnp.int32)},
-        "group_sizes must be (L,) = (4,), one size per expert of the weights; got (4, 1)",
+        "group_sizes must be (L,) = (4,); got (4, 1); pass one size per expert of the weights",
     ),
     "group_sizes dtype": (
         {"offsets": None, "group_sizes": struct(4, dtype=jnp.int16)},
@@ -125,16 +132,16 @@ WRONG_CALLS = {
     ),
     "alpha shape": (
         {"alpha": struct(64, dtype=jnp.float32)},
-        "alpha must be (L,) = (4,), one factor per expert of the weights; got (64,)",
+        "alpha must be (L,) = (4,); got (64,); pass one factor per expert of the weights",
     ),
     "alpha dtype": ({"alpha": struct(4)}, "alpha must be float32; got bfloat16"),
     "prob shape": (
         {"prob": struct(64, 1, dtype=jnp.float32)},
-        "prob must be (M,) = (64,), one factor per row of a; got (64, 1)",
+        "prob must be (M,) = (64,); got (64, 1); pass one factor per row of a",
     ),
     "prob dtype": ({"prob": struct(64)}, "prob must be float32; got bfloat16"),
     "d_dtype": ({"d_dtype": "int8"}, "d_dtype must be one of 'bfloat16', 'float16', 'float32'; got 'int8'"),
-    "not a dtype": ({"d_dtype": "number"}, "d_dtype must be one of 'bfloat16', 'float16', 'float32'; got \"'number'\""),
+    "not a dtype": ({"d_dtype": "number"}, "d_dtype must be one of 'bfloat16', 'float16', 'float32'; got 'number'"),
     "b_major": ({"b_major": "m"}, "b_major must be one of 'k', 'n'; got 'm'"),
     "implementation": (
         {"implementation": "fast"},
@@ -147,6 +154,16 @@ WRONG_CALLS = {
 def test_wrong_calls(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call(**changes)
+
+
+@pytest.mark.parametrize(("symbol", "weights"), [(x, "dense") for x in "MNKL"] + [(x, "pointers") for x in "MKL"])
+def test_symbolic_extents_are_refused(symbol, weights):
+    m, n, k, l = ((jax.export.symbolic_shape("s")[0] if name == symbol else 64) for name in "MNKL")
+    operands = {"a": struct(m, k), "b": struct(l, n, k), "offsets": struct(l, dtype=jnp.int32)}
+    if weights == "pointers":
+        operands |= {"b": None, "b_ptrs": struct(8 * l, dtype=jnp.uint8), "n": n}
+    with pytest.raises(ValueError, match=f"{symbol} must be static; got s; export one program per shape"):
+        call(**operands)
 
 
 def eager(**groups):
@@ -180,9 +197,19 @@ def test_wrong_values(groups, message, convert):
         eager(**{name: values})
 
 
-def test_values_that_do_not_fit_are_seen_before_conversion():
-    with pytest.raises(ValueError, match=re.escape("got offsets[3] = 4294967296 after 0")):
-        eager(offsets=np.array([0, 0, 0, 2**32]))
+@pytest.mark.parametrize(
+    "end", [np.array([2**32]), np.array([2**63], np.uint64), [2**70]], ids=["int64", "uint64", "python"]
+)
+def test_values_that_do_not_fit_are_seen_before_conversion(end):
+    offsets = [0, 0, 0, *end] if isinstance(end, list) else np.concatenate([np.zeros(3, end.dtype), end])
+    with pytest.raises(ValueError, match=re.escape(f"got offsets[3] = {end[0]} after 0")):
+        eager(offsets=offsets)
+
+
+@pytest.mark.parametrize(("offsets", "dtype"), [([0.0] * 4, "float64"), (["a"] * 4, "<U1"), ([{}] * 4, "object")])
+def test_groups_that_are_not_integers(offsets, dtype):
+    with pytest.raises(ValueError, match=re.escape(f"offsets must be int32; got {dtype}; cast it")):
+        eager(offsets=offsets)
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------

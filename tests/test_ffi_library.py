@@ -119,8 +119,10 @@ def test_built_against_an_api_that_this_runtime_has(library):
 def gather(library):
     jax.ffi.register_ffi_target("test_gather_weights", jax.ffi.pycapsule(library.jgg_gather_weights), platform="cpu")
 
-    def call(pointers, shape):
-        return jax.jit(jax.ffi.ffi_call("test_gather_weights", jax.ShapeDtypeStruct(shape, jnp.bfloat16)))(pointers)
+    def call(pointers, shape, ends=None, m=100):
+        ends = jnp.arange(1, shape[0] + 1, dtype=jnp.int32) if ends is None else jnp.array(ends, jnp.int32)
+        run = jax.ffi.ffi_call("test_gather_weights", jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+        return jax.jit(lambda *operands: run(*operands, m=np.int64(m)))(pointers, ends)
 
     return call
 
@@ -150,6 +152,20 @@ def test_gather_weights_from_int64(gather):
         weights = host_weights((8, 40))
         gathered = gather(jnp.asarray(addresses(weights)), (5, 8, 40))
         np.testing.assert_array_equal(np.asarray(gathered), np.stack(weights))
+
+
+@pytest.mark.parametrize(
+    ("ends", "live"),
+    [([0, 3, 3, 7, 7], [1, 3]), ([-4, 5, 2, 9, 2**31 - 1], [1, 3]), ([9, 9, 9, 9, -1], [0]), ([-(2**31)] * 5, [])],
+)
+def test_gather_weights_reads_no_expert_without_rows(gather, ends, live):
+    with on_cpu():
+        weights = host_weights((8, 8))
+        pointers = addresses(weights)
+        pointers[[g for g in range(5) if g not in live]] = 16  # not a readable address
+        gathered = np.asarray(gather(pointers.view(np.uint8), (5, 8, 8), ends, m=9))
+        expected = [w if g in live else np.zeros_like(w) for g, w in enumerate(weights)]
+        np.testing.assert_array_equal(gathered, np.stack(expected))
 
 
 def test_gather_weights_errors(gather):

@@ -331,6 +331,23 @@ def test_more_than_2_31_elements():
         del a, b, got
 
 
+def test_more_than_2_31_words_of_tensor_maps():
+    """One map of 16 words per expert: their addresses need 64 bits from expert 2^27 on."""
+    l, n, k, rows = 2**27 + 3, 64, 64, 50
+    key = jax.random.key(0)
+    live = [0, 2**27 - 1, 2**27, l - 1]
+    weights = [jax.random.normal(x, (n, k), jnp.bfloat16) for x in jax.random.split(key, len(live))]
+    nobody = jax.block_until_ready(jnp.full((n, k), jnp.nan, jnp.bfloat16))
+    a = jax.random.normal(key, (len(live) * rows + 7, k), jnp.bfloat16)
+    addresses, sizes = np.full(l, nobody.unsafe_buffer_pointer()), np.zeros(l, np.int32)
+    addresses[live], sizes[live] = [w.unsafe_buffer_pointer() for w in weights], rows
+    ends = np.cumsum(sizes, dtype=np.int32)
+    got = kernels(a=a, b_ptrs=jnp.asarray(addresses.view(np.uint8)), n=n, offsets=jnp.asarray(ends))
+    for i, w in enumerate(weights):
+        _rows_match(got, a, w, i * rows, (i + 1) * rows)
+    assert not got[len(live) * rows :].any()
+
+
 def test_several_gpus(rng):
     devices = jax.devices("cuda")
     if len(devices) < 2:

@@ -1,6 +1,7 @@
 """`python -m jax_grouped_gemm info`, with and without a build."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -56,6 +57,21 @@ def test_the_command():
     facts = json.loads(subprocess.run([*command, "--json"], check=True, capture_output=True, text=True).stdout)
     assert facts["versions"]["jax_grouped_gemm"] == jax_grouped_gemm.__version__
     assert facts["versions"]["jax"] == jax.__version__
+
+
+def test_without_a_backend():
+    command = [sys.executable, "-m", "jax_grouped_gemm", "info"]
+    environment = os.environ | {"JAX_PLATFORMS": "tpu"}
+    text = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    assert "a call would use: nothing, it would fail (" in text
+
+
+def test_with_a_damaged_manifest(monkeypatch, tmp_path):
+    (tmp_path / "manifest.json").write_text("{")
+    monkeypatch.setattr(library, "MANIFEST", tmp_path / "manifest.json")
+    monkeypatch.setattr(library, "manifest", library.manifest.__wrapped__)
+    monkeypatch.setattr(library, "registered", library.registered.__wrapped__)
+    assert "manifest.json could not be loaded" in info.as_text()
 
 
 def test_without_a_build(bare):

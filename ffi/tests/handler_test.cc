@@ -236,9 +236,13 @@ TEST(GatherWeights) {
   std::vector<uint16_t> gathered(12);
   uint64_t addresses[2] = {reinterpret_cast<uint64_t>(first.data()),
                            reinterpret_cast<uint64_t>(second.data())};
+  int32_t ends[2] = {1, 5};
   const auto out = reinterpret_cast<uint64_t>(gathered.data());
-  FakeCall call = {
-      nullptr, {{kS64, {2}, reinterpret_cast<uint64_t>(addresses)}}, {{kBf16, {2, 3, 2}, out}}, {}};
+  FakeCall call = {nullptr,
+                   {{kS64, {2}, reinterpret_cast<uint64_t>(addresses)},
+                    {kS32, {2}, reinterpret_cast<uint64_t>(ends)}},
+                   {{kBf16, {2, 3, 2}, out}},
+                   {{"m", int64_t{5}}}};
   CHECK_EQ(Call(jgg_gather_weights, kExecute, call), "");
   for (int i = 0; i < 12; ++i) CHECK_EQ(gathered[i], i + 1);
   call.args[0].dims = {3};
@@ -246,6 +250,11 @@ TEST(GatherWeights) {
   call.args[0].dims = {2};
   addresses[1] = 0;
   CHECK_CONTAINS(Call(jgg_gather_weights, kExecute, call), "b_ptrs[1] must be the address");
+  ends[1] = 1;  // no rows: no address is needed
+  CHECK_EQ(Call(jgg_gather_weights, kExecute, call), "");
+  for (int i = 0; i < 12; ++i) CHECK_EQ(gathered[i], i < 6 ? i + 1 : 0);
+  call.args[1].dims = {1};
+  CHECK_CONTAINS(Call(jgg_gather_weights, kExecute, call), "offsets must be S32 (L,) = (2)");
 }
 
 }  // namespace

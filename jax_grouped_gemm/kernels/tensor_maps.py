@@ -19,7 +19,7 @@ ADDRESSES = 128  # weight addresses that one launch takes by value
 def pointer_to_map(maps, index):
     """The pointer that the copy engine takes, for map `index` of the array at `maps`."""
     manager = TensorMapManager(TensorMapUpdateMode.GMEM, BYTES)
-    return manager.get_tensormap_ptr(maps + index * WORDS, cute.AddressSpace.generic)
+    return manager.get_tensormap_ptr(maps + Int64(index) * WORDS, cute.AddressSpace.generic)
 
 
 class WriteMaps:
@@ -59,7 +59,7 @@ class WriteMaps:
                 for i in cutlass.range_constexpr(ADDRESSES):
                     if index == i:
                         address = addresses[i]
-            target = maps + (first + index) * WORDS
+            target = maps + Int64(first + index) * WORDS
             words = cute.make_tensor(target, cute.make_layout(WORDS))
             for i in cutlass.range_constexpr(WORDS):
                 words[i] = template[i]
