@@ -11,6 +11,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jax_grouped_gemm import library
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -89,6 +91,7 @@ def machine():
     facts = {
         "device": jax.devices()[0].device_kind,
         "platform": jax.devices()[0].platform,
+        "build": (library.manifest() or {}).get("build_id"),
         "python": sys.version.split()[0],
         **{name: version(name) for name in ("jax", "jaxlib", "torch", "tokamax", "numpy")},
     }

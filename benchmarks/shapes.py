@@ -48,6 +48,7 @@ FORWARD = (
     Row("mixtral_up", 8, 16384, 14336, 4096, "skew", 256),
     Row("qwen3_up", 128, 65536, 1536, 2048, "skew", 256),
     Row("gptoss_up", 128, 32768, 5760, 2880, "balanced", 256),
+    Row("qwen3_routed", 128, 65536, 1536, 2048, "routed"),
     Row("qwen3_decode", 128, 512, 1536, 2048, "routed"),
     Row("mixtral_decode", 8, 128, 14336, 4096, "routed"),
     Row("dsv3_decode", 32, 256, 4096, 7168, "routed"),
