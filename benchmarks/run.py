@@ -105,7 +105,7 @@ def run_row(row, names, reps, seed):
     return dataclasses.asdict(row) | {
         "flops": row.flops,
         "bytes": row.bytes(sizes),
-        "decode": row.m <= 64 * row.l,
+        "decode": row.decode,
         "group_sizes": sizes.tolist(),
         "arms": records,
     }

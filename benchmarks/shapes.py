@@ -25,6 +25,11 @@ class Row:
     def flops(self):
         return 2 * self.m * self.n * self.k
 
+    @property
+    def decode(self):
+        """A few rows per expert, as when tokens are generated: bound by reading the weights."""
+        return self.m <= 64 * self.l
+
     def bytes(self, sizes):
         """Bytes that must move at least: A, the weights of experts that have rows, and D, in bfloat16."""
         return 2 * (self.m * self.k + int(np.count_nonzero(sizes)) * self.n * self.k + self.m * self.n)

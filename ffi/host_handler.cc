@@ -28,11 +28,12 @@ ffi::Error GatherWeights(ffi::AnyBuffer b_ptrs, ffi::AnyBuffer ends,
     auto* destination = static_cast<unsigned char*>(weights->untyped_data());
     int64_t rows = 0;  // of the experts so far
     for (int64_t i = 0; i < dims[0]; ++i, destination += expert_bytes) {
-      if (std::min<int64_t>(end[i], m) <= rows) {
+      const int64_t last = std::min<int64_t>(end[i], m);
+      if (last <= rows) {
         std::memset(destination, 0, expert_bytes);
         continue;
       }
-      rows = std::min<int64_t>(end[i], m);
+      rows = last;
       Address source = 0;  // the bytes may be unaligned
       std::memcpy(&source, addresses + 8 * i, sizeof(source));
       if (source == 0) {

@@ -39,10 +39,9 @@ def grouped_gemm(
       group_sizes: (L,) int32, rows of each group.
       b_ptrs: instead of `b`, the addresses of L weight matrices laid out as the arrays of a tuple: (L,) int64, or the
         same bytes as (8 L,) uint8 where `jax_enable_x64` is off; outside of jit, NumPy's 64-bit integers are converted.
-        Addresses are in
-        the memory of the device that runs the call, aligned to 16 bytes; those of experts without rows are not read.
-        The caller keeps the matrices alive until the result is ready; XLA does not know of them. The reference reads
-        them on a CPU only, through the package's library.
+        Addresses are in the memory of the device that runs the call, aligned to 16 bytes; those of experts without
+        rows are not read. The caller keeps the matrices alive until the result is ready; XLA does not know of them.
+        The reference reads them on a CPU only, through the package's library.
       n: N, the output columns; needed with `b_ptrs`.
       b_major: the contiguous dimension of the weights, "k" or "n".
       alpha: (L,) float32, a factor per expert; absent, it costs nothing.
@@ -115,7 +114,7 @@ def _int32(groups):
         return jnp.asarray(groups)
     if not all(isinstance(x, (int, np.integer)) for x in groups.flat):
         return groups  # its dtype is refused
-    # As Python's integers: no NumPy type holds both -1 and 2^64 - 1.
+    # As Python's integers: NumPy 2.0 cannot clip a dtype to bounds that it does not hold.
     return jnp.asarray(np.clip(groups.astype(object), -(2**31), 2**31 - 1).astype(np.int32))
 
 

@@ -6,6 +6,8 @@ This module is plain Python: the build reads it to know what to compile, the low
 import dataclasses
 import itertools
 
+# Compute capabilities of the GPUs that an architecture's kernels run on: sm_90a, and the family of sm_100f.
+CAPABILITIES = {90: ("9.0",), 100: ("10.0", "10.3")}
 D_DTYPES = ("bfloat16", "float16", "float32")
 B_MAJORS = ("k", "n")
 WEIGHTS = ("dense", "pointers")  # a tuple of arrays uses the "pointers" kernels

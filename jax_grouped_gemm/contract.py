@@ -247,7 +247,8 @@ def check_group_sizes(group_sizes, m):
 
 
 def capabilities_text():
-    return "9.0 (Hopper), 10.0 and 10.3 (Blackwell)"
+    names = {90: "Hopper", 100: "Blackwell"}
+    return ", ".join(f"{' and '.join(found)} ({names[arch]})" for arch, found in config.CAPABILITIES.items())
 
 
 def unsupported_capability(capabilities):

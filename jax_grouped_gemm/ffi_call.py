@@ -83,7 +83,7 @@ def choose(platform, implementation):
 
 def architecture(capability):
     """The kernels' architecture for a device's compute capability, or None."""
-    return {"9.0": 90, "10.0": 100, "10.3": 100}.get(capability)  # sm_90a; the family of sm_100f
+    return next((arch for arch, found in config.CAPABILITIES.items() if capability in found), None)
 
 
 @functools.cache

@@ -229,11 +229,17 @@ def test_raw_pointers_read_host_memory(rng, x64, b_major):
     arguments = case.arguments() | {"b": None, "n": 24}
     with jax.enable_x64(x64) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(x64):
         eager = grouped_gemm(**arguments, b_ptrs=addresses(weights))
+        unsigned = grouped_gemm(**arguments, b_ptrs=addresses(weights).astype(np.uint64))
         packed = grouped_gemm(**arguments, b_ptrs=jnp.asarray(addresses(weights).view(np.uint8)))
         run = jax.jit(lambda pointers: grouped_gemm(**arguments, b_ptrs=pointers))
         traced = run(jnp.asarray(addresses(weights)) if x64 else jnp.asarray(addresses(weights).view(np.uint8)))
-    for got in (eager, packed, traced):
+    for got in (eager, unsigned, packed, traced):
         oracle.assert_close(got, oracle.oracle(case), case)
+
+
+def test_no_raw_pointers():
+    d = grouped_gemm(jnp.ones((3, 8), jnp.bfloat16), b_ptrs=[], n=16, offsets=[])
+    np.testing.assert_array_equal(np.asarray(d, np.float32), np.zeros((3, 16)))
 
 
 @needs_library

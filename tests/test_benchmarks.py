@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import check, report, run, shapes
 from benchmarks.timing import Arm, calibrate, geometric_mean, interleave, summarize
+from jax_grouped_gemm import library
 
 
 class FakeClock:
@@ -130,6 +131,10 @@ def test_unknown_names_are_refused(capsys):
     assert "unknown row nope; there are dsv3_up" in capsys.readouterr().err
 
 
+def test_decode_rows():
+    assert all(row.decode == row.name.endswith("_decode") for row in shapes.FORWARD + shapes.SMOKE)
+
+
 @pytest.mark.slow
 def test_smoke_run(tmp_path, capsys):
     assert (
@@ -143,5 +148,6 @@ def test_smoke_run(tmp_path, capsys):
             assert len(row["arms"][name]["samples"]) >= 2
             assert all(math.isfinite(sample) for sample in row["arms"][name]["samples"])
     assert result["machine"]["jax"] == jax.__version__
+    assert result["machine"]["build"] == (library.manifest() or {}).get("build_id")
     assert "first_call_seconds" in result["figures"]
     assert (tmp_path / path.with_suffix(".md").name).read_text() in capsys.readouterr().out
