@@ -11,6 +11,15 @@ CAPABILITIES = {90: ("9.0",), 100: ("10.0", "10.3")}
 D_DTYPES = ("bfloat16", "float16", "float32")
 B_MAJORS = ("k", "n")
 WEIGHTS = ("dense", "pointers")  # a tuple of arrays uses the "pointers" kernels
+# Every switch of the epilogue -> what it writes D as. "16bit" is bfloat16 or float16, told at run time: kernels that also
+# write C, of its own type, would be too many otherwise.
+EPILOGUES = {
+    "plain": D_DTYPES,
+    "scaled": D_DTYPES,
+    "bias": D_DTYPES,
+    "c_16bit": ("16bit", "float32"),
+    "c_float32": ("16bit", "float32"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +29,8 @@ class Tile:
     m, n: rows and columns of D per CTA; k: contraction per pipeline stage.
     cluster_m, cluster_n: CTAs of a cluster along rows and columns, which share operands by multicast.
     two_cta: SM100 only, the pair of CTAs along M executes one matrix instruction together.
+
+    A caller names it by `mma_tiler_mn` and `cluster_shape_mn`.
     """
 
     m: int
@@ -28,6 +39,15 @@ class Tile:
     cluster_m: int = 1
     cluster_n: int = 1
     two_cta: bool = False
+
+    @property
+    def mma_tiler_mn(self):
+        """Rows and columns of D that a pair of CTAs along M, or one CTA where there are no pairs, computes."""
+        return self.m * (2 if self.cluster_m % 2 == 0 else 1), self.n
+
+    @property
+    def cluster_shape_mn(self):
+        return self.cluster_m, self.cluster_n
 
     def __str__(self):
         pair = "_pair" if self.two_cta else ""
@@ -44,7 +64,11 @@ TILES = {
 class Variant:
     """One compiled forward kernel: every field is a compile-time switch of the kernel.
 
-    scaled: multiplies by alpha and prob (either may be absent at run time).
+    epilogue:
+      "plain": D = A B^T.
+      "scaled": times alpha and prob; either may be absent at run time.
+      "bias": D = alpha A B^T + prob bias; alpha and prob may be absent.
+      "c_16bit", "c_float32": writes C too, in that type; alpha, prob and bias may be absent.
     """
 
     arch: int
@@ -52,12 +76,19 @@ class Variant:
     b_major: str
     weights: str
     d_dtype: str
-    scaled: bool
+    epilogue: str
+
+    @property
+    def c_dtype(self):
+        return self.epilogue.removeprefix("c_") if self.epilogue.startswith("c_") else None
+
+    @property
+    def has_bias(self):
+        return self.epilogue == "bias" or self.c_dtype is not None
 
     @property
     def name(self):
-        scale = "scaled" if self.scaled else "plain"
-        return f"sm{self.arch}_forward_{self.tile}_b{self.b_major}_{self.weights}_{self.d_dtype}_{scale}"
+        return f"sm{self.arch}_forward_{self.tile}_b{self.b_major}_{self.weights}_{self.d_dtype}_{self.epilogue}"
 
 
 def prologue_name(arch, source):
@@ -68,23 +99,49 @@ def prologue_name(arch, source):
 def variants(arch):
     """Every forward kernel compiled for an architecture."""
     return [
-        Variant(arch, *fields) for fields in itertools.product(TILES[arch], B_MAJORS, WEIGHTS, D_DTYPES, (False, True))
+        Variant(arch, tile, b_major, weights, d_dtype, epilogue)
+        for tile, b_major, weights in itertools.product(TILES[arch], B_MAJORS, WEIGHTS)
+        for epilogue, d_dtypes in EPILOGUES.items()
+        for d_dtype in d_dtypes
     ]
 
 
-def select_tile(arch, l, m, n, k):
-    """The tile for a call, from static facts only: L experts, (M, K) rows, N columns.
+def epilogue_of(*, scaled, bias, d_dtype, c_dtype):
+    """(epilogue, the variant's D type) for a call; c_dtype is None where C is not asked for."""
+    if c_dtype is not None:
+        return f"c_{_storage(c_dtype)}", _storage(d_dtype)
+    return "bias" if bias else "scaled" if scaled else "plain", d_dtype
+
+
+def _storage(dtype):
+    return "float32" if dtype == "float32" else "16bit"
+
+
+def tiles(arch, mma_tiler_mn=None, cluster_shape_mn=None):
+    """Compiled tiles of an architecture that a caller's wish allows; None allows all."""
+    return tuple(
+        tile
+        for tile in TILES[arch]
+        if mma_tiler_mn in (None, tile.mma_tiler_mn) and cluster_shape_mn in (None, tile.cluster_shape_mn)
+    )
+
+
+def select_tile(arch, l, m, n, k, mma_tiler_mn=None, cluster_shape_mn=None):
+    """The tile for a call, from static facts only: L experts, (M, K) rows, N columns. None if the wish allows none.
 
     The first tile of an architecture is its fastest per column when groups fill the rows of a cluster; the last is for
     groups that do not. Between them, a tile that pads N less wins if it saves more than its own lower speed costs.
     """
     del k  # every tile's pipeline is deep enough for any K
-    fast, *others, small = TILES[arch]
+    allowed = tiles(arch, mma_tiler_mn, cluster_shape_mn)
+    if len(allowed) < 2:
+        return allowed[0] if allowed else None
+    fast, *_, small = TILES[arch]
     if m < l * fast.m * fast.cluster_m:
-        return small
+        return small if small in allowed else allowed[-1]
 
     def cost(tile):
         padded_columns = -(-n // (tile.n * tile.cluster_n)) * tile.n * tile.cluster_n
         return padded_columns * (1.0 if tile == fast else 1.03)
 
-    return min([fast, *others], key=cost)
+    return min((tile for tile in allowed if tile != small), key=cost)
