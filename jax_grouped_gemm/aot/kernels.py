@@ -101,7 +101,9 @@ def compile_kernel(kernel):
             "tile": [tile.m, tile.n],
             "cluster": [tile.cluster_m, tile.cluster_n],
             "b_major": kernel.variant.b_major,
+            "epilogue": kernel.variant.epilogue,
             "d_dtype": kernel.variant.d_dtype,
+            "c_dtype": kernel.variant.c_dtype,
             "maps": {field: list(box) for field, box in program.boxes().items()},
         }
     return cubin, ptx, facts
@@ -110,7 +112,7 @@ def compile_kernel(kernel):
 def _trace(kernel):
     """(kernel object, compiled function), with example arguments of which only the types matter."""
     import cutlass.cute as cute
-    from cutlass import BFloat16, Float32, Int32, Int64
+    from cutlass import BFloat16, Float32, Int32, Int64, Uint16
     from cutlass.cute.runtime import make_fake_stream, make_ptr
 
     def pointer(dtype, align):
@@ -121,12 +123,16 @@ def _trace(kernel):
 
         module = importlib.import_module(f"..kernels.gemm_sm{kernel.arch}", __package__)
         program = module.GroupedGemm(kernel.variant)
-        d_dtype = operands.DTYPES[kernel.variant.d_dtype]
-        scale = pointer(Float32, 4) if kernel.variant.scaled else None
-        maps = None if kernel.variant.weights == "dense" else pointer(Int64, 128)
+        variant = kernel.variant
+        d = pointer(operands.DTYPES[variant.d_dtype], 16)
+        c = pointer(operands.DTYPES[variant.c_dtype], 16) if variant.c_dtype else None
+        scale = None if variant.epilogue == "plain" else pointer(Float32, 4)
+        bias, bias_type = (pointer(Uint16, 2), Int32(1)) if variant.has_bias else (None, None)
+        maps = None if variant.weights == "dense" else pointer(Int64, 128)
         arguments = [
-            *(pointer(BFloat16, 16), pointer(BFloat16, 16), pointer(d_dtype, 16)),
-            *(maps, pointer(Int32, 4), scale, scale),
+            *(pointer(BFloat16, 16), pointer(BFloat16, 16), d, c),
+            *(maps, pointer(Int32, 4), pointer(Int32, 4), scale, scale, bias, bias_type),
+            *(Int32(1) if dtype == "16bit" else None for dtype in (variant.d_dtype, variant.c_dtype)),
             *(Int32(1), Int32(8), Int32(8), Int32(1), Int32(1)),
         ]
     else:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 
-ELEMENTS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+ELEMENTS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "16bit": "ANY16", None: "NONE"}
 
 
 def write_if_changed(path, text):
@@ -39,13 +39,10 @@ def _row(kernel):
         _braces([_field(name), offset, size] for name, offset, size in kernel["fields"]),
     ]
     if kernel["kind"] == "forward":
-        d = ELEMENTS[kernel["d_dtype"]]
-        maps = [
-            [field, d if field == "MAP_D" else "BF16", len(box), list(box), 128]
-            for field, box in kernel["maps"].items()
-        ]
+        outputs = {"MAP_D": ELEMENTS[kernel["d_dtype"]], "MAP_C": ELEMENTS[kernel["c_dtype"]]}
+        maps = [[field, outputs.get(field, "BF16"), len(box), list(box), 128] for field, box in kernel["maps"].items()]
         major = f"{kernel['b_major'].upper()}_MAJOR"
-        values += [_braces(kernel["cluster"]), _braces(kernel["tile"]), major, d, _braces(maps)]
+        values += [_braces(kernel["cluster"]), _braces(kernel["tile"]), major, *outputs.values(), _braces(maps)]
     return f"JGG_KERNEL({', '.join(map(str, values))})\n"
 
 

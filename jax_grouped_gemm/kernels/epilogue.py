@@ -1,4 +1,6 @@
-"""From accumulators to D: scale, convert, stage in shared memory, store the group's own rows.
+"""From accumulators to D and C: scale, add bias, convert, stage in shared memory, store the group's own rows.
+
+With bias C = alpha acc + prob bias, D = C; without C = alpha acc, D = prob C: the kernels compute C, store it if it is asked for, and make D of it.
 
 Shared by every architecture. A kernel hands over one slab of accumulators after another (SLAB_ROWS rows by `columns(dtype)` columns); only how the
 registers come to hold it differs. A slab goes through one of SLAB_STAGES buffers in shared memory, written by 128 threads, stored by the copy engine.
@@ -8,10 +10,13 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import BFloat16, Float16, Float32, Int32, Uint16, Uint32, pipeline
+
+from . import operands
 
 SLAB_BYTES = 128  # of a row in shared memory: one swizzle atom
 SLAB_STAGES = 2
+THREADS = 128  # that stage a slab, and a tile's bias, together
 
 
 def columns(dtype):
@@ -21,7 +26,7 @@ def columns(dtype):
 
 @cute.jit
 def ragged_row(row: Int32, row_end: Int32, box_rows: cutlass.Constexpr[int]):
-    """(x, y) that store box_rows rows from `row` on, but none at or past row_end: see `operands.ragged_rows_of_d`."""
+    """(x, y) that store box_rows rows from `row` on, but none at or past row_end: see `operands.ragged_rows`."""
     x = cutlass.min(cutlass.max(box_rows - (row_end - row), 0), box_rows)
     return x, row + box_rows - x
 
@@ -37,6 +42,77 @@ def load_scale(pointer: cute.Pointer, index: Int32, valid: cutlass.Boolean):
     return scale
 
 
+@cute.jit
+def row_factors(problem: operands.Problem, row: Int32, row_end: Int32):
+    """(prob, factor of the bias in C, factor of C in D) of a row: prob goes to the bias where there is one, else to D."""
+    prob = load_scale(problem.prob, row, row < row_end)
+    of_bias, of_c = Float32(0.0), prob
+    if cutlass.const_expr(problem.bias is not None):
+        if problem.bias.toint() != 0:
+            of_bias, of_c = prob, Float32(1.0)
+    return prob, of_bias, of_c
+
+
+@dataclass(frozen=True)
+class BiasTile:
+    """A tile's bias in shared memory, as float32, for one group of 128 threads: fetched before the mainloop, stored after it, then read by column.
+
+    A column past N, and every column of a tile without an expert, has zero.
+    """
+
+    s_bias: cute.Tensor  # (columns of the tile,)
+    thread: Int32
+    barrier: pipeline.NamedBarrier  # of the group of threads
+
+    @cute.jit
+    def fetch(self, problem: operands.Problem, expert: Int32, col: Int32):
+        """This thread's columns as they lie in memory; nothing waits for them yet."""
+        columns = cute.size(self.s_bias)
+        bits = cute.make_rmem_tensor(cute.ceil_div(columns, THREADS), Uint32)
+        for i in cutlass.range_constexpr(cute.size(bits)):
+            bits[i] = Uint32(0)
+            column = self.thread + i * THREADS
+            valid = problem.bias.toint() != 0 and expert < problem.l and column < columns and col + column < problem.n
+            if valid:
+                at = cutlass.Int64(expert) * problem.n + col + column
+                if problem.bias_type == operands.TYPE_FLOAT32:
+                    words = cute.recast_ptr(problem.bias, dtype=Uint32).align(4)
+                    bits[i] = cute.make_tensor(words + at, cute.make_layout(1))[0]
+                else:
+                    halves = cute.recast_ptr(problem.bias, dtype=Uint16)
+                    bits[i] = Uint32(cute.make_tensor(halves + at, cute.make_layout(1))[0])
+        return bits
+
+    @cute.jit
+    def store(self, bits, bias_type: Int32):
+        """All threads of the group call this; then all may read `s_bias`, until their next slab is stored."""
+        for i in cutlass.range_constexpr(cute.size(bits)):
+            column = self.thread + i * THREADS
+            value = bits[i]
+            if bias_type == operands.TYPE_BFLOAT16:
+                value = value << 16
+            value = cutlass.Float32(value.bitcast(Float32))
+            if bias_type == operands.TYPE_FLOAT16:
+                value = Uint16(bits[i]).bitcast(Float16).to(Float32)
+            if column < cute.size(self.s_bias):
+                self.s_bias[column] = value
+        self.barrier.arrive_and_wait()
+
+
+@cute.jit
+def convert(values, dtype: cutlass.Constexpr, type_code):
+    """float32 registers as `dtype`; as bfloat16 or float16, whichever the code says, where there is one."""
+    converted = cute.make_rmem_tensor(values.shape, dtype)
+    if cutlass.const_expr(type_code is None):
+        converted.store(values.load().to(dtype))
+    else:
+        if type_code == operands.TYPE_FLOAT16:
+            cute.recast_tensor(converted, Float16).store(values.load().to(Float16))
+        else:
+            converted.store(values.load().to(BFloat16))
+    return converted
+
+
 @dataclass(frozen=True)
 class SlabStore:
     """One group of 128 threads that stages slabs and stores them; the copies are issued by its first warp.
@@ -45,7 +121,8 @@ class SlabStore:
     """
 
     atom: cute.CopyAtom
-    m_d: cute.Tensor  # (x, N, y) coordinates of D
+    m_d: cute.Tensor  # (x, N, y) coordinates of D, or C
+    type_code: Int32 | None  # which type of 16 bits; None: that of s_slabs
     s_slabs: cute.Tensor  # (rows, columns, SLAB_STAGES) of this group of threads
     thr_s: cute.Tensor  # this thread's part of it
     tiled_copy: cute.TiledCopy
@@ -56,8 +133,7 @@ class SlabStore:
     def store(self, r_acc, stage: Int32, row: Int32, row_end: Int32, col: Int32):
         """Converts the slab's accumulators, and stores rows [row, row_end) of it at column `col`."""
         rows = cute.size(self.s_slabs, mode=[0])
-        r_d = cute.make_rmem_tensor(r_acc.shape, self.s_slabs.element_type)
-        r_d.store(r_acc.load().to(self.s_slabs.element_type))
+        r_d = convert(r_acc, self.s_slabs.element_type, self.type_code)
 
         if self.warp == 0:
             cute.arch.cp_async_bulk_wait_group(SLAB_STAGES - 1, read=True)

@@ -19,7 +19,7 @@ from cutlass import BFloat16, Float32, Int32, memory, pipeline, utils
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.utils import blackwell_helpers
 
-from . import epilogue, operands, tensor_maps
+from . import epilogue, operands, scheduler, tensor_maps
 from .forward import ForwardKernel
 from .scheduler import RING_STAGES
 
@@ -61,18 +61,16 @@ class GroupedGemm(ForwardKernel):
         """Box of each tensor map, innermost dimension first: what one CTA brings or stores by one copy."""
         tile = self.tile
         box_b = (tile.k, tile.n // self.pair, 1) if self.variant.b_major == "k" else (64, tile.k, 1)
-        return {"MAP_A": (tile.k, tile.m), "MAP_B": box_b, "MAP_D": (self.slab[1], self.slab[0], 1)}
+        return {"MAP_A": (tile.k, tile.m), "MAP_B": box_b, **self.output_boxes()}
 
     @cute.jit
-    def launch(self, a_tensor, b_tensor, d_tensor, problem: operands.Problem, clusters: Int32, stream):
+    def launch(self, a_tensor, b_tensor, d_tensor, c_tensor, problem: operands.Problem, clusters: Int32, stream):
         tile = self.tile
         tiled_mma = self._tiled_mma()
         cta_layout = self._cta_layout(tiled_mma)
         s_layout_a = blackwell_helpers.make_smem_layout_a(tiled_mma, self.mma_tile, BFloat16, self.stages)
         s_layout_b = blackwell_helpers.make_smem_layout_b(tiled_mma, self.mma_tile, BFloat16, self.stages)
-        s_layout_d = blackwell_helpers.make_smem_layout_epi(
-            self.d_dtype, utils.LayoutEnum.ROW_MAJOR, self.slab, epilogue.SLAB_STAGES
-        )
+        s_layout_d, s_layout_c = self._slab_layout("d"), self._slab_layout("c")
 
         cluster = (tile.cluster_m, tile.cluster_n)
         atom_a, m_a = cute.nvgpu.make_tiled_tma_atom_A(
@@ -91,11 +89,10 @@ class GroupedGemm(ForwardKernel):
             tiled_mma,
             cta_layout.shape,
         )
-        atom_d, m_d = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), d_tensor, cute.slice_(s_layout_d, (None, None, 0)), self.slab
-        )
+        atom_d, m_d = self.store_atom("d", d_tensor, s_layout_d)
+        atom_c, m_c = self.store_atom("c", c_tensor, s_layout_c)
 
-        barriers_type, tiles_type = self.scheduler.storage()
+        bias_type, d_dtype = self.bias_storage(), self.outputs["d"]
 
         @cute.struct
         class Storage:
@@ -103,16 +100,24 @@ class GroupedGemm(ForwardKernel):
             accumulator_barriers: cute.struct.MemRange[cutlass.Int64, 2 * ACCUMULATORS]
             free_barrier: cutlass.Int64
             tensor_memory: Int32
-            ring_barriers: barriers_type
-            ring_tiles: tiles_type
+            scheduler: scheduler.Storage
+            bias: bias_type
             a: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(s_layout_a.outer)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(s_layout_b.outer)], 1024]
-            d: cute.struct.Align[cute.struct.MemRange[self.d_dtype, cute.cosize(s_layout_d.outer)], 1024]
+            slabs: cute.struct.Align[cute.struct.MemRange[d_dtype, cute.cosize(s_layout_d.outer)], 1024]
 
         self.storage, self.shared_bytes = Storage, Storage.size_in_bytes()
         self.kernel(
-            atom_a, m_a, atom_b, m_b, atom_d, m_d, problem, s_layout_a, s_layout_b, s_layout_d
+            atom_a, m_a, atom_b, m_b, atom_d, m_d, atom_c, m_c, problem, s_layout_a, s_layout_b, s_layout_d, s_layout_c
         ).launch(**self.launch_options(clusters, self.shared_bytes, stream))  # fmt: skip
+
+    def _slab_layout(self, output):
+        """Slabs of D or C: the same bytes for both."""
+        if output not in self.outputs:
+            return None
+        return blackwell_helpers.make_smem_layout_epi(
+            self.outputs[output], utils.LayoutEnum.ROW_MAJOR, self.slab(output), epilogue.SLAB_STAGES
+        )
 
     def _tiled_mma(self):
         k_major, mn_major = tcgen05.OperandMajorMode.K, tcgen05.OperandMajorMode.MN
@@ -139,10 +144,13 @@ class GroupedGemm(ForwardKernel):
         m_b: cute.Tensor,
         atom_d: cute.CopyAtom,
         m_d: cute.Tensor,
+        atom_c: cute.CopyAtom | None,
+        m_c: cute.Tensor | None,
         problem: operands.Problem,
         s_layout_a: cute.ComposedLayout,
         s_layout_b: cute.ComposedLayout,
         s_layout_d: cute.ComposedLayout,
+        s_layout_c: cute.ComposedLayout | None,
     ):
         tile = self.tile
         tidx, _, _ = cute.arch.thread_idx()
@@ -151,6 +159,8 @@ class GroupedGemm(ForwardKernel):
             cpasync.prefetch_descriptor(atom_a)
             cpasync.prefetch_descriptor(atom_b)
             cpasync.prefetch_descriptor(atom_d)
+            if cutlass.const_expr(atom_c is not None):
+                cpasync.prefetch_descriptor(atom_c)
 
         tiled_mma = self._tiled_mma()
         cta_layout = self._cta_layout(tiled_mma)
@@ -175,7 +185,7 @@ class GroupedGemm(ForwardKernel):
             cta_layout_vmnk=cta_layout,
             defer_sync=True,
         )
-        ring, s_tiles = self.scheduler.make_ring(storage.ring_barriers.data_ptr(), storage.ring_tiles.data_ptr())
+        ring = self.scheduler.make_ring(storage.scheduler, warp)
         tensor_memory = memory.TmemAllocator(
             storage.tensor_memory.ptr,
             barrier_for_retrieve=pipeline.NamedBarrier(
@@ -188,34 +198,36 @@ class GroupedGemm(ForwardKernel):
         pipeline.pipeline_init_arrive(cluster_shape_mn=cta_layout, is_relaxed=True)
         s_a = storage.a.get_tensor(s_layout_a.outer, swizzle=s_layout_a.inner)
         s_b = storage.b.get_tensor(s_layout_b.outer, swizzle=s_layout_b.inner)
-        s_d = storage.d.get_tensor(s_layout_d.outer, swizzle=s_layout_d.inner)
+        s_d = storage.slabs.get_tensor(s_layout_d.outer, swizzle=s_layout_d.inner)
+        s_c = None
+        if cutlass.const_expr(atom_c is not None):
+            s_c = storage.slabs.get_tensor(s_layout_c.outer, swizzle=s_layout_c.inner, dtype=self.outputs["c"])
+        s_bias = storage.bias.get_tensor(self.bias_layout())
         acc_shape = tiled_mma.partition_shape_C(self.mma_tile[:2])
         acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, ACCUMULATORS)).layout
         pipeline.pipeline_init_wait(cluster_shape_mn=cta_layout)
 
         k_tiles = cute.ceil_div(problem.k, tile.k)
         if warp == SCHEDULER_WARP:
-            self.scheduler.publish_tiles(ring, s_tiles, problem)
+            self.scheduler.publish_tiles(ring, problem)
         if warp == LOAD_WARP:
-            self.load(
-                stages, ring, s_tiles, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles
-            )
+            self.load(stages, ring, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles)
         if warp == MATH_WARP:
             tensor_memory.wait_for_alloc()
             acc = cute.make_tensor(tensor_memory.retrieve_ptr(Float32), acc_layout)
-            self.compute(stages, accumulators, ring, s_tiles, tiled_mma, s_a, s_b, acc, problem, k_tiles)
+            self.compute(stages, accumulators, ring, tiled_mma, s_a, s_b, acc, problem, k_tiles)
         if warp < EPILOGUE_WARPS:
             tensor_memory.allocate(ACCUMULATORS * tile.n)
             tensor_memory.wait_for_alloc()
             base = tensor_memory.retrieve_ptr(Float32)
             acc = cute.make_tensor(base, acc_layout)
-            self.finish(accumulators, ring, s_tiles, acc, s_d, atom_d, m_d, problem, tidx, warp)
+            self.finish(accumulators, ring, acc, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c, problem, tidx, warp)
             # Every warp's last load of tensor memory came before a barrier of its last slab: it may go.
             tensor_memory.relinquish_alloc_permit()
             tensor_memory.free(base)
 
     @cute.jit
-    def load(self, stages, ring, s_tiles, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles):
+    def load(self, stages, ring, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles):
         """The load warp: for every tile, this CTA's part of every stage of A and B."""
         tile = self.tile
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -226,7 +238,7 @@ class GroupedGemm(ForwardKernel):
 
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
-        expert, row, _, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+        expert, row, _, col = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
         while expert >= 0:
             if expert < problem.l:
@@ -262,12 +274,12 @@ class GroupedGemm(ForwardKernel):
                         tma_bar_ptr=barrier, mcast_mask=mask_b, tma_desc_ptr=map_b,
                     )  # fmt: skip
                     state.advance()
-            expert, row, _, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+            expert, row, _, col = self.scheduler.read_tile(ring, ring_state)
             ring_state.advance()
         stages.producer_tail(state)
 
     @cute.jit
-    def compute(self, stages, accumulators, ring, s_tiles, tiled_mma, s_a, s_b, acc, problem, k_tiles):
+    def compute(self, stages, accumulators, ring, tiled_mma, s_a, s_b, acc, problem, k_tiles):
         """The math warp. A pair's other CTA only keeps step with the tiles."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         leader = rank % self.pair == 0
@@ -276,7 +288,7 @@ class GroupedGemm(ForwardKernel):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, ACCUMULATORS)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
-        expert, _, _, _ = self.scheduler.read_tile(ring, s_tiles, ring_state)
+        expert, _, _, _ = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
         while expert >= 0:
             if expert < problem.l:
@@ -295,60 +307,116 @@ class GroupedGemm(ForwardKernel):
                         state.advance()
                     accumulators.producer_commit(acc_state)
                 acc_state.advance()
-            expert, _, _, _ = self.scheduler.read_tile(ring, s_tiles, ring_state)
+            expert, _, _, _ = self.scheduler.read_tile(ring, ring_state)
             ring_state.advance()
         accumulators.producer_tail(acc_state)
 
     @cute.jit
-    def finish(self, accumulators, ring, s_tiles, acc, s_d, atom_d, m_d, problem, thread, warp):
+    def finish(self, accumulators, ring, acc, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c, problem, thread, warp):
         """The epilogue warps: thread t holds row t of a slab; scales, converts and stores it."""
-        # (rows of this CTA, columns, accumulator), cut into slabs
-        slabs_acc = cute.flat_divide(utils.gemm.sm100.transform_partitioned_tensor_layout(acc), self.slab)
-        load_atom = cute.make_copy_atom(
-            tcgen05.Ld32x32bOp(tcgen05.Repetition(self.slab[1]), tcgen05.Pack.NONE), Float32
-        )
-        tiled_load = tcgen05.make_tmem_copy(load_atom, slabs_acc[None, None, 0, 0, 0])
-        thr_load = tiled_load.get_slice(thread)
-        t_acc = thr_load.partition_S(slabs_acc)
-        r_acc = cute.make_rmem_tensor(thr_load.partition_D(s_d)[None, None, None, 0].shape, Float32)
-
-        store_atom = blackwell_helpers.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, self.d_dtype, Float32, tiled_load)
-        tiled_copy = cute.make_tiled_copy_D(store_atom, tiled_load)
-        slabs = epilogue.SlabStore(
-            atom_d, m_d, s_d, tiled_copy.get_slice(thread).partition_D(s_d), tiled_copy, warp,
-            pipeline.NamedBarrier(barrier_id=SLAB_BARRIER, num_threads=EPILOGUE_THREADS),
-        )  # fmt: skip
+        barrier = pipeline.NamedBarrier(barrier_id=SLAB_BARRIER, num_threads=EPILOGUE_THREADS)
+        bias = epilogue.BiasTile(s_bias[None, 0], thread, barrier)
+        # (rows of this CTA, columns, accumulator)
+        t_acc = utils.gemm.sm100.transform_partitioned_tensor_layout(acc)
+        slabs_d = self.slab_store("d", atom_d, m_d, s_d, problem.d_type, t_acc, thread, warp, barrier)
+        if cutlass.const_expr(s_c is not None):
+            slabs_c = self.slab_store("c", atom_c, m_c, s_c, problem.c_type, t_acc, thread, warp, barrier)
 
         acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, ACCUMULATORS)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
         stage_d = Int32(0)
-        expert, row, row_end, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+        expert, row, row_end, col = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
         while expert >= 0:
-            in_group = expert < problem.l and row + thread < row_end
-            if cutlass.const_expr(self.variant.scaled):
-                a = epilogue.load_scale(problem.alpha, expert, expert < problem.l)
-                p = epilogue.load_scale(problem.prob, row + thread, in_group)
+            if cutlass.const_expr(self.variant.has_bias):
+                bias.store(bias.fetch(problem, expert, col), problem.bias_type)
+            factors = None
+            if cutlass.const_expr(self.variant.epilogue != "plain"):
+                row_end_0 = row_end if expert < problem.l else Int32(0)
+                factors = (
+                    epilogue.load_scale(problem.alpha, expert, expert < problem.l),
+                    *epilogue.row_factors(problem, row + thread, row_end_0),
+                )
             if expert < problem.l:
                 accumulators.consumer_wait(acc_state)
                 order_after_wait()
-            for slab in cutlass.range_constexpr(self.num_slabs):
-                r_acc.fill(0.0)
-                if expert < problem.l:
-                    cute.copy(tiled_load, t_acc[None, None, None, 0, slab, acc_state.index], r_acc)
-                    cute.arch.fence_view_async_tmem_load()
-                    if cutlass.const_expr(slab == self.num_slabs - 1):
+            if cutlass.const_expr(s_c is not None):
+                stage_d = self.store(
+                    "c", slabs_c, accumulators, acc_state, problem, factors, s_bias, expert, row, row_end, col, stage_d
+                )
+            stage_d = self.store(
+                "d", slabs_d, accumulators, acc_state, problem, factors, s_bias, expert, row, row_end, col, stage_d
+            )
+            if expert < problem.l:
+                acc_state.advance()
+            expert, row, row_end, col = self.scheduler.read_tile(ring, ring_state)
+            ring_state.advance()
+        if warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def slab_store(self, output, atom, m, s_slabs, type_code, t_acc, thread, warp, barrier):
+        """(copy out of tensor memory, the accumulators as it reads them, shape of a thread's part of a slab, how slabs are stored) for C or D."""
+        slabs_acc = cute.flat_divide(t_acc, self.slab(output))
+        columns = tcgen05.Repetition(self.slab(output)[1])
+        load_atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(columns, tcgen05.Pack.NONE), Float32)
+        tiled_load = tcgen05.make_tmem_copy(load_atom, slabs_acc[None, None, 0, 0, 0])
+        thr_load = tiled_load.get_slice(thread)
+        dtype = self.outputs[output]
+        store_atom = blackwell_helpers.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, dtype, Float32, tiled_load)
+        tiled_copy = cute.make_tiled_copy_D(store_atom, tiled_load)
+        thr_s = tiled_copy.get_slice(thread).partition_D(s_slabs)
+        slabs = epilogue.SlabStore(atom, m, type_code, s_slabs, thr_s, tiled_copy, warp, barrier)
+        shape = thr_load.partition_D(s_slabs)[None, None, None, 0].shape
+        return tiled_load, thr_load.partition_S(slabs_acc), shape, slabs
+
+    @cute.jit
+    def store(
+        self,
+        output: cutlass.Constexpr,
+        slab_store,
+        accumulators,
+        acc_state,
+        problem,
+        factors,
+        s_bias,
+        expert,
+        row,
+        row_end,
+        col,
+        stage,
+    ):
+        """All slabs of C or D; the stage after the last. The accumulator is handed back after the last load of D, which is stored last."""
+        tiled_load, part_acc, shape, slabs = slab_store
+        columns = self.slab(output)[1]
+        for slab in cutlass.range(self.num_slabs(output), unroll=1):
+            r_acc = cute.make_rmem_tensor(shape, Float32)
+            r_acc.fill(0.0)
+            if expert < problem.l:
+                cute.copy(tiled_load, part_acc[None, None, None, 0, slab, acc_state.index], r_acc)
+                cute.arch.fence_view_async_tmem_load()
+                if cutlass.const_expr(output == "d"):
+                    if slab == self.num_slabs("d") - 1:
                         order_before_arrive()
                         cute.arch.sync_warp()
                         with cute.arch.elect_one():
                             accumulators.consumer_release(acc_state)
-                        acc_state.advance()
-                if cutlass.const_expr(self.variant.scaled):
-                    for i in cutlass.range_constexpr(cute.size(r_acc)):
-                        r_acc[i] = r_acc[i] * a * p
-                slabs.store(tiled_copy.retile(r_acc), stage_d, row, row_end, col + slab * self.slab[1])
-                stage_d = (stage_d + 1) % epilogue.SLAB_STAGES
-            expert, row, row_end, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
-            ring_state.advance()
-        if warp == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if cutlass.const_expr(self.variant.epilogue != "plain"):
+                self.scale(output, r_acc, factors, cute.local_tile(s_bias[None, 0], (columns,), (slab,)))
+            slabs.store(slabs.tiled_copy.retile(r_acc), stage, row, row_end, col + slab * columns)
+            stage = (stage + 1) % epilogue.SLAB_STAGES
+        return stage
+
+    @cute.jit
+    def scale(self, output: cutlass.Constexpr, r_acc, factors, s_bias):
+        """From A B^T to C or D. s_bias: of the slab's columns."""
+        a, prob, of_bias, of_c = factors
+        if cutlass.const_expr(self.variant.has_bias):
+            r_bias = cute.make_rmem_tensor(s_bias.shape, Float32)
+            cute.autovec_copy(s_bias, r_bias)
+        for i in cutlass.range_constexpr(cute.size(r_acc)):
+            if cutlass.const_expr(self.variant.has_bias):
+                r_acc[i] = r_acc[i] * a + of_bias * r_bias[i]
+                if cutlass.const_expr(output == "d" and self.variant.c_dtype is not None):
+                    r_acc[i] = r_acc[i] * of_c
+            else:
+                r_acc[i] = r_acc[i] * a * prob

@@ -15,7 +15,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, pipeline, utils
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
-from . import epilogue, operands, tensor_maps
+from . import epilogue, operands, scheduler, tensor_maps
 from .forward import ForwardKernel
 from .scheduler import RING_STAGES
 
@@ -47,40 +47,48 @@ class GroupedGemm(ForwardKernel):
             box_b = (tile.k, tile.n // tile.cluster_m, 1)
         else:
             box_b = (64, tile.k // tile.cluster_m, 1)
-        return {"MAP_A": (tile.k, tile.m // tile.cluster_n), "MAP_B": box_b, "MAP_D": (self.slab[1], self.slab[0], 1)}
+        return {"MAP_A": (tile.k, tile.m // tile.cluster_n), "MAP_B": box_b, **self.output_boxes()}
 
     @cute.jit
-    def launch(self, a_tensor, b_tensor, d_tensor, problem: operands.Problem, clusters: Int32, stream):
+    def launch(self, a_tensor, b_tensor, d_tensor, c_tensor, problem: operands.Problem, clusters: Int32, stream):
         tile, variant = self.tile, self.variant
         tile_mnk = (tile.m, tile.n, tile.k)
         b_layout = utils.LayoutEnum.ROW_MAJOR if variant.b_major == "k" else utils.LayoutEnum.COL_MAJOR
         s_layout_a = hopper_helpers.make_smem_layout_a(utils.LayoutEnum.ROW_MAJOR, tile_mnk, BFloat16, self.stages)
         s_layout_b = hopper_helpers.make_smem_layout_b(b_layout, tile_mnk, BFloat16, self.stages)
-        s_layout_d = hopper_helpers.make_smem_layout_epi(
-            self.d_dtype, utils.LayoutEnum.ROW_MAJOR, self.slab, MATH_WARPGROUPS * epilogue.SLAB_STAGES
-        )
+        s_layout_d, s_layout_c = self._slab_layout("d"), self._slab_layout("c")
 
         atom_a, m_a = self._load_atom(a_tensor, s_layout_a, (tile.m, tile.k), tile.cluster_n)
         atom_b, m_b = self._load_atom(b_tensor, s_layout_b, (tile.n, tile.k), tile.cluster_m)
-        atom_d, m_d = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), d_tensor, cute.slice_(s_layout_d, (None, None, 0)), self.slab
-        )
+        atom_d, m_d = self.store_atom("d", d_tensor, s_layout_d)
+        atom_c, m_c = self.store_atom("c", c_tensor, s_layout_c)
 
-        barriers_type, tiles_type = self.scheduler.storage()
+        bias_type, d_dtype = self.bias_storage(), self.outputs["d"]
 
         @cute.struct
         class Storage:
             stage_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
-            ring_barriers: barriers_type
-            ring_tiles: tiles_type
+            scheduler: scheduler.Storage
+            bias: bias_type
             a: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(s_layout_a)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(s_layout_b)], 1024]
-            d: cute.struct.Align[cute.struct.MemRange[self.d_dtype, cute.cosize(s_layout_d)], 1024]
+            slabs: cute.struct.Align[cute.struct.MemRange[d_dtype, cute.cosize(s_layout_d)], 1024]
 
         self.storage, self.shared_bytes = Storage, Storage.size_in_bytes()
         self.kernel(
-            atom_a, m_a, atom_b, m_b, atom_d, m_d, problem, s_layout_a, s_layout_b, s_layout_d
+            atom_a, m_a, atom_b, m_b, atom_d, m_d, atom_c, m_c, problem, s_layout_a, s_layout_b, s_layout_d, s_layout_c
         ).launch(**self.launch_options(clusters, self.shared_bytes, stream))  # fmt: skip
+
+    def _slab_layout(self, output):
+        """Slabs of D or C, all stages of all math warpgroups: the same bytes for both."""
+        if output not in self.outputs:
+            return None
+        return hopper_helpers.make_smem_layout_epi(
+            self.outputs[output],
+            utils.LayoutEnum.ROW_MAJOR,
+            self.slab(output),
+            MATH_WARPGROUPS * epilogue.SLAB_STAGES,
+        )
 
     def _tiled_mma(self):
         """One warpgroup, 64 rows and the tile's columns."""
@@ -106,10 +114,13 @@ class GroupedGemm(ForwardKernel):
         m_b: cute.Tensor,
         atom_d: cute.CopyAtom,
         m_d: cute.Tensor,
+        atom_c: cute.CopyAtom | None,
+        m_c: cute.Tensor | None,
         problem: operands.Problem,
         s_layout_a: cute.ComposedLayout,
         s_layout_b: cute.ComposedLayout,
         s_layout_d: cute.ComposedLayout,
+        s_layout_c: cute.ComposedLayout | None,
     ):
         tile = self.tile
         tidx, _, _ = cute.arch.thread_idx()
@@ -118,6 +129,8 @@ class GroupedGemm(ForwardKernel):
             cpasync.prefetch_descriptor(atom_a)
             cpasync.prefetch_descriptor(atom_b)
             cpasync.prefetch_descriptor(atom_d)
+            if cutlass.const_expr(atom_c is not None):
+                cpasync.prefetch_descriptor(atom_c)
 
         storage = utils.SmemAllocator().allocate(self.storage)
         cta_layout = cute.make_layout((tile.cluster_m, tile.cluster_n, 1))
@@ -132,12 +145,16 @@ class GroupedGemm(ForwardKernel):
             cta_layout_vmnk=cute.make_layout((1, *cta_layout.shape)),
             defer_sync=True,
         )
-        ring, s_tiles = self.scheduler.make_ring(storage.ring_barriers.data_ptr(), storage.ring_tiles.data_ptr())
+        ring = self.scheduler.make_ring(storage.scheduler, warp)
         cluster_mn = (tile.cluster_m, tile.cluster_n)
         pipeline.pipeline_init_arrive(cluster_shape_mn=cluster_mn, is_relaxed=True)
         s_a = storage.a.get_tensor(s_layout_a.outer, swizzle=s_layout_a.inner)
         s_b = storage.b.get_tensor(s_layout_b.outer, swizzle=s_layout_b.inner)
-        s_d = storage.d.get_tensor(s_layout_d.outer, swizzle=s_layout_d.inner)
+        s_d = storage.slabs.get_tensor(s_layout_d.outer, swizzle=s_layout_d.inner)
+        s_c = None
+        if cutlass.const_expr(atom_c is not None):
+            s_c = storage.slabs.get_tensor(s_layout_c.outer, swizzle=s_layout_c.inner, dtype=self.outputs["c"])
+        s_bias = storage.bias.get_tensor(self.bias_layout())
         pipeline.pipeline_init_wait(cluster_shape_mn=cluster_mn)
 
         k_tiles = cute.ceil_div(problem.k, tile.k)
@@ -145,18 +162,18 @@ class GroupedGemm(ForwardKernel):
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == SCHEDULER_WARP:
-                self.scheduler.publish_tiles(ring, s_tiles, problem)
+                self.scheduler.publish_tiles(ring, problem)
             if warp == LOAD_WARP:
-                self.load(stages, ring, s_tiles, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles)
+                self.load(stages, ring, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             self.compute(
-                stages, ring, s_tiles, s_a, s_b, s_d, atom_d, m_d,
+                stages, ring, s_a, s_b, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c,
                 problem, warpgroup_index - 1, tidx % WARPGROUP, k_tiles,
             )  # fmt: skip
 
     @cute.jit
-    def load(self, stages, ring, s_tiles, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles):
+    def load(self, stages, ring, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles):
         """The load warp: for every tile, every stage's part of A and B that this CTA brings (for its whole row or column of the cluster)."""
         tile = self.tile
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -166,7 +183,7 @@ class GroupedGemm(ForwardKernel):
 
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
-        expert, row, _, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+        expert, row, _, col = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
         while expert >= 0:
             if expert < problem.l:
@@ -197,12 +214,14 @@ class GroupedGemm(ForwardKernel):
                         tma_bar_ptr=barrier, mcast_mask=mask_b, tma_desc_ptr=map_b,
                     )  # fmt: skip
                     state.advance()
-            expert, row, _, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+            expert, row, _, col = self.scheduler.read_tile(ring, ring_state)
             ring_state.advance()
         stages.producer_tail(state)
 
     @cute.jit
-    def compute(self, stages, ring, s_tiles, s_a, s_b, s_d, atom_d, m_d, problem, half, thread, k_tiles):
+    def compute(
+        self, stages, ring, s_a, s_b, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c, problem, half, thread, k_tiles
+    ):
         """A math warpgroup: accumulates rows [64 half, 64 half + 64) of the tile, then scales, converts and stores them."""
         warp = cute.arch.make_warp_uniform(thread // 32)
         tiled_mma = self._tiled_mma()
@@ -212,24 +231,21 @@ class GroupedGemm(ForwardKernel):
         r_b = tiled_mma.make_fragment_B(thr_mma.partition_B(s_b))
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((SLAB_ROWS, self.tile.n)), Float32)
 
-        # The layout of accumulators over threads is that of the matrix store, whatever the type.
-        matrix_store = hopper_helpers.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, Float16, Float32)
-        copy_atom = hopper_helpers.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, self.d_dtype, Float32)
-        tiled_copy = cute.make_tiled_copy_S(copy_atom, cute.make_tiled_copy_C_atom(matrix_store, tiled_mma))
-        s_half = cute.local_tile(s_d, (*self.slab, epilogue.SLAB_STAGES), (0, 0, half))
-        slabs = epilogue.SlabStore(
-            atom_d, m_d, s_half, tiled_copy.get_slice(thread).partition_D(s_half), tiled_copy, warp,
-            pipeline.NamedBarrier(barrier_id=1 + half, num_threads=WARPGROUP),
-        )  # fmt: skip
-        r_acc = tiled_copy.retile(acc)
+        barrier = pipeline.NamedBarrier(barrier_id=1 + half, num_threads=WARPGROUP)
+        bias = epilogue.BiasTile(s_bias[None, half], thread, barrier)
+        slabs_d = self.slab_store("d", atom_d, m_d, s_d, problem.d_type, tiled_mma, half, thread, barrier)
+        if cutlass.const_expr(s_c is not None):
+            slabs_c = self.slab_store("c", atom_c, m_c, s_c, problem.c_type, tiled_mma, half, thread, barrier)
 
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
         stage_d = Int32(0)
-        expert, row, row_end, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+        expert, row, row_end, col = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
         while expert >= 0:
+            if cutlass.const_expr(self.variant.has_bias):
+                bias_bits = bias.fetch(problem, expert, col)
             # For every tile, not only for those without contraction: in a branch, this spills (docs/architecture.md).
             acc.fill(0.0)
             tile_k_tiles = k_tiles if expert < problem.l else 0
@@ -252,26 +268,57 @@ class GroupedGemm(ForwardKernel):
                 release.advance()
 
             slab_row = row + half * SLAB_ROWS
-            if cutlass.const_expr(self.variant.scaled):
-                self.scale(acc, problem, expert, slab_row, row_end, warp)
-            for slab in cutlass.range_constexpr(self.num_slabs):
-                r_slab = cute.make_rmem_tensor(slabs.thr_s[None, None, None, 0].shape, Float32)
-                for i in cutlass.range_constexpr(cute.size(r_slab)):
-                    r_slab[i] = r_acc[slab * cute.size(r_slab) + i]
-                slabs.store(r_slab, stage_d, slab_row, row_end, col + slab * self.slab[1])
-                stage_d = (stage_d + 1) % epilogue.SLAB_STAGES
-            expert, row, row_end, col = self.scheduler.read_tile(ring, s_tiles, ring_state)
+            if cutlass.const_expr(self.variant.has_bias):
+                bias.store(bias_bits, problem.bias_type)
+            if cutlass.const_expr(self.variant.epilogue != "plain"):
+                # A thread holds two rows, 8 apart.
+                row_0 = slab_row + warp * 16 + cute.arch.lane_idx() // 4
+                a = epilogue.load_scale(problem.alpha, expert, expert < problem.l)
+                row_end_0 = row_end if expert < problem.l else Int32(0)
+                factors_0 = epilogue.row_factors(problem, row_0, row_end_0)
+                factors_1 = epilogue.row_factors(problem, row_0 + 8, row_end_0)
+                self.scale(acc, a, factors_0, factors_1, bias.s_bias)
+            if cutlass.const_expr(s_c is not None):
+                stage_d = self.store("c", slabs_c, acc, stage_d, slab_row, row_end, col)
+                for i in cutlass.range_constexpr(cute.size(acc)):
+                    acc[i] = acc[i] * (factors_0 if i // 2 % 2 == 0 else factors_1)[2]
+            stage_d = self.store("d", slabs_d, acc, stage_d, slab_row, row_end, col)
+            expert, row, row_end, col = self.scheduler.read_tile(ring, ring_state)
             ring_state.advance()
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
+    def slab_store(self, output, atom, m, s_slabs, type_code, tiled_mma, half, thread, barrier):
+        """How a math warpgroup stores C or D."""
+        dtype = self.outputs[output]
+        # The layout of accumulators over threads is that of the matrix store, whatever the type.
+        matrix_store = hopper_helpers.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, Float16, Float32)
+        copy_atom = hopper_helpers.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, dtype, Float32)
+        tiled_copy = cute.make_tiled_copy_S(copy_atom, cute.make_tiled_copy_C_atom(matrix_store, tiled_mma))
+        s_half = cute.local_tile(s_slabs, (*self.slab(output), epilogue.SLAB_STAGES), (0, 0, half))
+        thr_s = tiled_copy.get_slice(thread).partition_D(s_half)
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        return epilogue.SlabStore(atom, m, type_code, s_half, thr_s, tiled_copy, warp, barrier)
+
     @cute.jit
-    def scale(self, acc, problem, expert, slab_row, row_end, warp):
-        """acc *= alpha[expert], then *= prob[row]: a thread holds two rows, 8 apart."""
-        a = epilogue.load_scale(problem.alpha, expert, expert < problem.l)
-        row = slab_row + warp * 16 + cute.arch.lane_idx() // 4
-        for pair in cutlass.range_constexpr(2):
-            p = epilogue.load_scale(problem.prob, row + 8 * pair, expert < problem.l and row + 8 * pair < row_end)
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                if cutlass.const_expr(i // 2 % 2 == pair):
-                    acc[i] = acc[i] * a * p
+    def store(self, output: cutlass.Constexpr, slabs, acc, stage, row, row_end, col):
+        """All slabs of a warpgroup's rows; the stage after the last."""
+        r_acc = slabs.tiled_copy.retile(acc)
+        for slab in cutlass.range_constexpr(self.num_slabs(output)):
+            r_slab = cute.make_rmem_tensor(slabs.thr_s[None, None, None, 0].shape, Float32)
+            for i in cutlass.range_constexpr(cute.size(r_slab)):
+                r_slab[i] = r_acc[slab * cute.size(r_slab) + i]
+            slabs.store(r_slab, stage, row, row_end, col + slab * self.slab(output)[1])
+            stage = (stage + 1) % epilogue.SLAB_STAGES
+        return stage
+
+    @cute.jit
+    def scale(self, acc, a, factors_0, factors_1, s_bias):
+        """From A B^T to what is stored first: C, or D where C is not."""
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            prob, of_bias, _ = factors_0 if i // 2 % 2 == 0 else factors_1
+            if cutlass.const_expr(self.variant.has_bias):
+                column = i // 4 * 8 + cute.arch.lane_idx() % 4 * 2 + i % 2
+                acc[i] = acc[i] * a + of_bias * s_bias[column]
+            else:
+                acc[i] = acc[i] * a * prob

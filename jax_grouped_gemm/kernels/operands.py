@@ -9,7 +9,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64
 
-DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
+# "16bit": BFloat16 stands for it where only the size counts; the call says which one to convert to.
+DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32, "16bit": BFloat16}
+# What TYPE_BIAS, TYPE_C and TYPE_D hold: `enum Element` of ffi/kernel_table.h.
+TYPE_BFLOAT16, TYPE_FLOAT16, TYPE_FLOAT32 = 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,13 @@ class Problem:
 
     maps: cute.Pointer | None
     offsets: cute.Pointer
+    counter: cute.Pointer
     alpha: cute.Pointer | None
     prob: cute.Pointer | None
+    bias: cute.Pointer | None
+    bias_type: Int32 | None
+    d_type: Int32 | None
+    c_type: Int32 | None
     m: Int32
     n: Int32
     k: Int32
@@ -45,8 +53,8 @@ def experts_of_b(pointer, n, k, l, b_major):
     return cute.make_tensor(pointer, cute.make_layout((n, k, l), stride=stride))
 
 
-def ragged_rows_of_d(pointer, m, n, box_rows):
-    """D as (box_rows, N, M + box_rows): the row of element (x, c, y) is x + y - box_rows.
+def ragged_rows(pointer, m, n, box_rows):
+    """D or C as (box_rows, N, M + box_rows): the row of element (x, c, y) is x + y - box_rows.
 
     Rows are spelled twice, so that a store of box_rows rows can be cut at a row of its choice: see `epilogue.ragged_row`.
     """
@@ -56,20 +64,24 @@ def ragged_rows_of_d(pointer, m, n, box_rows):
     return cute.make_tensor(shifted.iterator, layout)
 
 
-def forward_fields(weights, scaled):
+def forward_fields(variant):
     """Fields of every parameter of a forward kernel, in order: tensor maps with the dynamic extents of their tensors, pointers, extents."""
-    scales = [["PTR_ALPHA"], ["PTR_PROB"]] if scaled else []
-    experts, maps = ("DIM_L", []) if weights == "dense" else ("DIM_ONE", [["PTR_MAPS"]])
+    dense, plain = variant.weights == "dense", variant.epilogue == "plain"
     return [
         ["MAP_A"],
         ["DIM_M", "DIM_K"],
         ["MAP_B"],
-        ["DIM_N", "DIM_K", experts],
+        ["DIM_N", "DIM_K", "DIM_L" if dense else "DIM_ONE"],
         ["MAP_D"],
         ["DIM_N", "DIM_D_ROWS"],
-        *maps,
+        *([["MAP_C"], ["DIM_N", "DIM_D_ROWS"]] if variant.c_dtype else []),
+        *([] if dense else [["PTR_MAPS"]]),
         ["PTR_OFFSETS"],
-        *scales,
+        ["PTR_COUNTER"],
+        *([] if plain else [["PTR_ALPHA"], ["PTR_PROB"]]),
+        *([["PTR_BIAS"], ["TYPE_BIAS"]] if variant.has_bias else []),
+        *([["TYPE_D"]] if variant.d_dtype == "16bit" else []),
+        *([["TYPE_C"]] if variant.c_dtype == "16bit" else []),
         ["DIM_M"],
         ["DIM_N"],
         ["DIM_K"],

@@ -7,8 +7,14 @@ Order. Groups in order of expert, and after the last group a pseudo-group of the
 contraction and so store zeros. Inside a group, bands of BAND cluster rows; inside a band, cluster rows fastest: clusters that run at the same time then
 share few row panels of A and few column panels of B in L2.
 
+Schedule. The first tile of a cluster is that of its own index. Static: then every C-th, where C is the number of clusters. Dynamic, where the call has
+a counter: then whichever the counter, shared by all clusters, says is next. The first CTA of a cluster asks it and tells the others. It does so no earlier than
+all warps of its CTA have begun the tile before, so that at the end no cluster holds tiles that another could have done.
+
 Any int32 offsets are safe: every end is clamped to [previous end, M].
 """
+
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -22,35 +28,69 @@ TILE_WORDS = 4
 NO_MORE_TILES = -1
 
 
-class TileScheduler:
-    """Static persistent schedule: cluster c of C takes tiles c, c + C, c + 2 C, ..."""
+CLAIM_BYTES = 4
 
+
+@cute.struct
+class Storage:
+    """Shared memory of a CTA's scheduler."""
+
+    ring_barriers: cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES]
+    told: cutlass.Int64
+    heard: cutlass.Int64
+    tiles: cute.struct.Align[cute.struct.MemRange[Int32, TILE_WORDS * RING_STAGES], 16]
+    claim: Int32
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Tiles on their way to a CTA's warps, and claims on their way to it.
+
+    pipe. Full: one arrival, by the scheduler warp. Empty: one per warp that reads tiles.
+    told, in every CTA. Full when the first CTA of the cluster has written `claim`: its bytes, and one arrival of the CTA itself.
+    heard, used in the first CTA. Full when every CTA of the cluster has read its claim: one arrival each.
+    """
+
+    pipe: pipeline.PipelineAsync
+    s_tiles: cute.Tensor  # (TILE_WORDS, RING_STAGES)
+    told: cute.Pointer
+    heard: cute.Pointer
+    claim: cute.Pointer
+
+
+class TileScheduler:
     def __init__(self, tile, num_consumer_warps):
         self.tile = tile
         self.cluster_size = tile.cluster_m * tile.cluster_n
         self.num_consumer_warps = num_consumer_warps
 
-    @staticmethod
-    def storage():
-        """Shared memory of the ring: (full and empty barriers, tiles)."""
-        return (
-            cute.struct.MemRange[cutlass.Int64, 2 * RING_STAGES],
-            cute.struct.Align[cute.struct.MemRange[Int32, TILE_WORDS * RING_STAGES], 16],
+    def make_ring(self, storage, warp):
+        """Before the CTA's or cluster's barriers are made visible to all."""
+        ring = Ring(
+            pipeline.PipelineAsync.create(
+                num_stages=RING_STAGES,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.num_consumer_warps),
+                barrier_storage=storage.ring_barriers.data_ptr(),
+                defer_sync=True,
+            ),
+            storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, RING_STAGES))),
+            storage.told.ptr,
+            storage.heard.ptr,
+            storage.claim.ptr,
         )
-
-    def make_ring(self, barriers, tiles):
-        """(pipeline, tiles in shared memory). Full: one arrival, by the scheduler warp. Empty: one per consumer warp."""
-        ring = pipeline.PipelineAsync.create(
-            num_stages=RING_STAGES,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.num_consumer_warps),
-            barrier_storage=barriers,
-            defer_sync=True,
-        )
-        return ring, cute.make_tensor(tiles, cute.make_layout((TILE_WORDS, RING_STAGES)))
+        self._init_barriers(ring, warp)
+        return ring
 
     @cute.jit
-    def publish_tiles(self, ring, s_tiles: cute.Tensor, problem):
+    def _init_barriers(self, ring, warp: Int32):
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(ring.told, 1)
+                cute.arch.mbarrier_init(ring.heard, self.cluster_size)
+
+    @cute.jit
+    def publish_tiles(self, ring: Ring, problem):
         """The scheduler warp's whole work. Lane i of the walk holds group chunk + i."""
         m, n, l = problem.m, problem.n, problem.l
         lane = cute.arch.lane_idx()
@@ -74,6 +114,8 @@ class TileScheduler:
         last_end = Int32(0)  # end of the rows, and of the tiles, of the groups walked so far
         last_tiles_end = Int32(0)
 
+        dynamic = problem.counter.toint() != 0
+        claims = Int32(0)  # so far
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, RING_STAGES)
         more = cutlass.Boolean(True)
         while more:
@@ -123,27 +165,60 @@ class TileScheduler:
                 row = row_begin + cluster_row * cluster_rows + rank_m * self.tile.m
                 col = cluster_col * cluster_cols + rank_n * self.tile.n
 
-            ring.producer_acquire(state)
+            ring.pipe.producer_acquire(state)
             if lane == 0:
-                s_tiles[0, state.index] = expert
-                s_tiles[1, state.index] = row
-                s_tiles[2, state.index] = row_end
-                s_tiles[3, state.index] = col
-                ring.producer_commit(state)
+                ring.s_tiles[0, state.index] = expert
+                ring.s_tiles[1, state.index] = row
+                ring.s_tiles[2, state.index] = row_end
+                ring.s_tiles[3, state.index] = col
+                ring.pipe.producer_commit(state)
+            if dynamic:
+                if more:
+                    # The tile has been read by all when its entry may be written again: the other phase of its barrier.
+                    ring.pipe.sync_object_empty.wait(state.index, state.phase ^ 1)
+                    index = num_clusters + self.claim(ring, problem.counter, rank, claims)
+                    claims += 1
+            else:
+                index += num_clusters
             state.advance()
-            index += num_clusters
+        if dynamic:
+            # The others' last arrivals come to this CTA's memory: it must still be there.
+            if rank == 0 and claims > 0:
+                cute.arch.mbarrier_wait(ring.heard, claims - 1 & 1)
 
     @cute.jit
-    def read_tile(self, ring, s_tiles: cute.Tensor, state):
+    def claim(self, ring: Ring, counter: cute.Pointer, rank: Int32, claims: Int32):
+        """The next value of the counter, the same one in all CTAs of the cluster. `claims`: how many came before."""
+        lane = cute.arch.lane_idx()
+        if rank == 0:
+            if claims > 0:
+                cute.arch.mbarrier_wait(ring.heard, claims - 1 & 1)
+            value = Int32(0)
+            if lane == 0:
+                value = cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
+            value = cute.arch.shuffle_sync(value, 0)
+            if lane < self.cluster_size:
+                cute.arch.store_async_dsmem(ring.claim, value, ring.told, lane)
+        if lane == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.told, CLAIM_BYTES)
+        cute.arch.mbarrier_wait(ring.told, claims & 1)
+        value = cute.make_tensor(ring.claim, cute.make_layout(1))[0]
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(ring.heard, 0)
+        return value
+
+    @cute.jit
+    def read_tile(self, ring: Ring, state):
         """(expert, row, row_end, col) of the next tile, for one consumer warp; expert < 0 after the last. The caller advances `state`."""
-        ring.consumer_wait(state)
-        expert = s_tiles[0, state.index]
-        row = s_tiles[1, state.index]
-        row_end = s_tiles[2, state.index]
-        col = s_tiles[3, state.index]
+        ring.pipe.consumer_wait(state)
+        expert = ring.s_tiles[0, state.index]
+        row = ring.s_tiles[1, state.index]
+        row_end = ring.s_tiles[2, state.index]
+        col = ring.s_tiles[3, state.index]
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            ring.consumer_release(state)
+            ring.pipe.consumer_release(state)
         return (
             cute.arch.make_warp_uniform(expert),
             cute.arch.make_warp_uniform(row),
