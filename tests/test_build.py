@@ -109,9 +109,18 @@ def usage():
     }
 
 
-def slabs(variant):
-    """Stores of a tile by one warpgroup: each takes 128 bytes of its rows."""
-    return variant.tile.n * {"bfloat16": 2, "float16": 2, "float32": 4}[variant.d_dtype] // 128
+def outputs(variant):
+    """Types of what is stored, in that order: C, if at all, then D."""
+    return [dtype for dtype in (variant.c_dtype, variant.d_dtype) if dtype is not None]
+
+
+def slab_columns(dtype):
+    return 128 // {"bfloat16": 2, "float16": 2, "16bit": 2, "float32": 4}[dtype]
+
+
+def stores(variant):
+    """In the code, of a tile: accumulators in registers are stored by unrolled code, those in tensor memory in a loop."""
+    return sum(variant.tile.n // slab_columns(dtype) if variant.arch == 90 else 1 for dtype in outputs(variant))
 
 
 def opcodes(instructions, pattern):
@@ -220,33 +229,69 @@ def test_copies(name, sass):
         return f"cp.async.bulk.tensor.{rank}d.shared::{to}.global.tile.mbarrier::complete_tx::bytes{many}{ending}"
 
     store = "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint"
-    copies = [load(2, *a)] + [load(3, *b)] * loads_of_b + [store] * slabs(variant)
+    copies = [load(2, *a)] + [load(3, *b)] * loads_of_b + [store] * stores(variant)
     assert re.findall(r"^\s*(cp\.async\.bulk\.tensor\S*)", ptx(name), re.MULTILINE) == copies
 
     ending = ".2CTA" if tile.two_cta else ""
     a, b = (".MULTICAST" if many else "" for _, many in (a, b))
     copies = [f"UTMALDG.2D{a}{ending}"] + [f"UTMALDG.3D{b}{ending}"] * loads_of_b
     assert opcodes(sass[name], "UTMALDG") == copies
-    assert opcodes(sass[name], "UTMASTG") == ["UTMASTG.3D"] * slabs(variant)
-    # Nothing else writes to global memory.
-    assert re.findall(r"\b(?:st|red|atom)\.global\S*", ptx(name)) == []
+    assert opcodes(sass[name], "UTMASTG") == ["UTMASTG.3D"] * stores(variant)
+    # Nothing else writes to global memory but the scheduler's claim of a tile.
+    assert re.findall(r"\b(?:st|red|atom)\.global\S*", ptx(name)) == ["atom.global.add.u32"]
 
 
 @forward
-def test_conversion_and_scale(name, facts):
-    """Every accumulator is converted once, in pairs, and multiplied by alpha and prob only in kernels with scales."""
+def test_conversion_scale_and_bias(name, facts):
+    """Every accumulator is converted once per output, in pairs, and multiplied and added to only in kernels that are for that."""
     variant = KERNELS[name].variant
-    threads = {90: 256, 100: 128}[variant.arch]  # that hold accumulators
-    accumulators = variant.tile.m * variant.tile.n // threads
-    wanted = {"bfloat16": ["cvt.rn.bf16x2.f32"], "float16": ["cvt.rn.f16x2.f32"], "float32": []}[variant.d_dtype]
     text = ptx(name)
-    assert re.findall(r"cvt\.r\S*", text) == wanted * (accumulators // 2)
-    assert len(re.findall(r"\b(?:mul|fma)\S*f32", text)) == (2 * accumulators if variant.scaled else 0)
+    # Of the code for one thread: SM90 holds a tile's accumulators, SM100 a slab's.
+    in_code = [
+        variant.tile.m * variant.tile.n // 256 if variant.arch == 90 else slab_columns(d) for d in outputs(variant)
+    ]
+    wanted = {
+        "bfloat16": ["cvt.rn.bf16x2.f32"],
+        "float16": ["cvt.rn.f16x2.f32"],
+        "16bit": ["cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"],
+        "float32": [],
+    }
+    conversions = [c for d, n in zip(outputs(variant), in_code, strict=True) for c in wanted[d] * (n // 2)]
+    assert sorted(re.findall(r"cvt\.r\S*", text)) == sorted(conversions)
+    # alpha and prob; alpha, and bias by an addition that multiplies it; D made of C by another factor.
+    first, last = in_code[0], in_code[-1]
+    computed = first if variant.arch == 90 or variant.c_dtype is None else first + last
+    multiply, add = {"plain": (0, 0), "scaled": (2 * first, 0), "bias": (first, first)}.get(
+        variant.epilogue, (computed + last, computed)
+    )
+    assert len(re.findall(r"\bmul\S*f32", text)) == multiply
+    assert len(re.findall(r"\bfma\S*f32", text)) == add
+    assert re.findall(r"\b(?:add|sub)\S*\.f32", text) == []
 
     fields = [field for field, _, _ in facts[name]["fields"]]
-    scales = ["PTR_ALPHA", "PTR_PROB"] if variant.scaled else []
-    assert [field for field in fields if field in ("PTR_ALPHA", "PTR_PROB")] == scales
-    assert fields.count("PTR_MAPS") == (variant.weights == "pointers")
+    switched = {
+        "PTR_ALPHA": variant.epilogue != "plain",
+        "PTR_PROB": variant.epilogue != "plain",
+        "PTR_BIAS": variant.has_bias,
+        "TYPE_BIAS": variant.has_bias,
+        "MAP_C": variant.c_dtype is not None,
+        "TYPE_C": variant.c_dtype == "16bit",
+        "TYPE_D": variant.d_dtype == "16bit",
+        "PTR_MAPS": variant.weights == "pointers",
+        "PTR_COUNTER": True,
+    }
+    assert {field: fields.count(field) for field in switched} == switched
+
+
+@forward
+def test_claims_of_tiles(name):
+    """Dynamic schedule: one thread asks the counter; the answer goes to every CTA of the cluster with its own signal, whose reading is told back."""
+    text = ptx(name)
+    steps = ["atom.global.add", "st.async.shared::cluster.mbarrier::complete_tx::bytes", "mbarrier.arrive.expect_tx"]
+    steps += ["mbarrier.try_wait", "mbarrier.arrive.shared::cluster"]
+    events = re.findall("|".join(map(re.escape, steps)), text[text.index(steps[0]) :])
+    assert events[: len(steps)] == steps
+    assert text.count(steps[0]) == text.count(steps[1]) == 1
 
 
 @forward
@@ -287,12 +332,12 @@ def test_tensor_memory(name):
     wanted = [
         "mbarrier.try_wait",
         after,
-        *["tcgen05.ld", "tcgen05.wait::ld"] * slabs(variant),
+        *["tcgen05.ld", "tcgen05.wait::ld"] * stores(variant),
         before,
         "mbarrier.arrive",
     ]
     assert events[loads - 2 :][: len(wanted)] == wanted
-    assert events.count("tcgen05.ld") == slabs(variant)
+    assert events.count("tcgen05.ld") == stores(variant)
     # Of the math warp after it acquires an accumulator, of an epilogue warp after its wait and before its release.
     assert re.findall(r"tcgen05\.fence::(\w+)_thread_sync", text) == ["after", "after", "before"]
 
@@ -337,18 +382,19 @@ def test_table_says_what_the_manifest_says(manifest):
     assert uses[0] == ("JGG_BUILD_ID", [manifest["build_id"]])
     assert {macro for macro, _ in uses[1:]} == {"JGG_KERNEL"}
 
-    elements = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+    elements = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "16bit": "ANY16", None: "NONE"}
+    ranks = {"MAP_A": 2, "MAP_B": 3, "MAP_D": 3, "MAP_C": 3}
     for (_, row), kernel in zip(uses[1:], manifest["kernels"], strict=True):
         wanted = [kernel["name"], kernel["arch"], kernel["kind"].upper(), kernel["symbol"]]
         wanted += [kernel[key] for key in ("threads", "smem_bytes", "param_bytes", "params", "fields")]
         if kernel["kind"] == "forward":
-            d = elements[kernel["d_dtype"]]
+            d, c = elements[kernel["d_dtype"]], elements[kernel["c_dtype"]]
             maps = [
-                [field, d if field == "MAP_D" else "BF16", {"MAP_A": 2, "MAP_B": 3, "MAP_D": 3}[field], box, 128]
+                [field, {"MAP_D": d, "MAP_C": c}.get(field, "BF16"), ranks[field], box, 128]
                 for field, box in kernel["maps"].items()
             ]
             major = {"k": "K_MAJOR", "n": "N_MAJOR"}[kernel["b_major"]]
-            wanted += [kernel["cluster"], kernel["tile"], major, d, maps]
+            wanted += [kernel["cluster"], kernel["tile"], major, d, c, maps]
         assert row == wanted
 
 
@@ -359,7 +405,8 @@ def test_manifest_says_what_the_variant_says(facts):
         if variant:
             tile = variant.tile
             assert (fact["tile"], fact["cluster"]) == ([tile.m, tile.n], [tile.cluster_m, tile.cluster_n])
-            assert (fact["b_major"], fact["d_dtype"]) == (variant.b_major, variant.d_dtype)
+            said = [fact[key] for key in ("b_major", "epilogue", "d_dtype", "c_dtype")]
+            assert said == [variant.b_major, variant.epilogue, variant.d_dtype, variant.c_dtype]
 
 
 def test_every_cubin_is_embedded():
