@@ -23,11 +23,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 HERE = ROOT / "tests" / "host_code"
 BUILD = pathlib.Path(os.environ.get("BUILD", ROOT / "build")).resolve()
 
-# Every tile, order of B and form of weights; types of D and scales in turn, so that each meets both forms.
+# Every tile, order of B and form of weights, each with two epilogues in turn, so that every epilogue and type meets both forms of weights.
+EPILOGUES = [(epilogue, d_dtype) for epilogue, d_dtypes in config.EPILOGUES.items() for d_dtype in d_dtypes]
 VARIANTS = [
-    config.Variant(arch, *fields, config.D_DTYPES[i % 3], (i + i // 4) % 2 == 1)
+    config.Variant(arch, tile, b_major, weights, d_dtype, epilogue)
     for arch, tiles in config.TILES.items()
-    for i, fields in enumerate(itertools.product(tiles, config.B_MAJORS, config.WEIGHTS))
+    for i, (tile, b_major, weights) in enumerate(itertools.product(tiles, config.B_MAJORS, config.WEIGHTS))
+    for epilogue, d_dtype in (EPILOGUES[(3 * i + j) % len(EPILOGUES)] for j in (0, 7))
 ]
 SIZES = {  # (m, n, k, l)
     "smallest": (1, 8, 8, 1),
@@ -42,6 +44,7 @@ MAX_CLUSTERS = 66  # that fit the device: fewer than the tiles of a large proble
 # Made-up addresses, each as little aligned as is allowed.
 A, B, D = 0x1000_0000_0010, 0x2000_0000_0030, 0x3000_0000_0050
 OFFSETS, ALPHA, PROB, POINTERS, SCRATCH = 0x4004, 0x5004, 0x6004, 0x7008, 0x8080
+C, BIAS = 0x9000_0000_0070, 0x6104
 STREAM = 0x9000
 MAP_WORDS = 16  # of 4 bytes, that mean something: the DSL leaves the other half of a tensor map as it was
 
@@ -52,10 +55,15 @@ def calls():
             source = {"dense": None, "pointers": "memory", "tuple": "value"}[weights]
             # The other architecture's kernel is named in a call too, and not used.
             names = {f"sm{arch}": config.variants(arch)[0].name for arch in config.TILES}
+            scaled, dynamic = variant.epilogue != "plain", len(size) % 2
+            # What a kernel with C takes at run time: a bias or none, one or the other type of 16 bits.
+            bias = variant.has_bias and not (variant.c_dtype and size == "longest")
+            either = "float16" if size == "odd" else "bfloat16"
             yield {
                 "id": f"{variant.name}, {weights}, {size}",
                 "arch": variant.arch,
-                "scaled": variant.scaled,
+                "takes": {"c": variant.c_dtype is not None, "scales": scaled, "bias": variant.has_bias}
+                | {"d_type": variant.d_dtype == "16bit", "c_type": variant.c_dtype == "16bit"},
                 "forward": variant.name,
                 "prologue": source and config.prologue_name(variant.arch, source),
                 "max_clusters": MAX_CLUSTERS,
@@ -65,15 +73,21 @@ def calls():
                     f"sm{variant.arch}": variant.name,
                     "weights": weights,
                     "b_major": variant.b_major,
-                    "d_dtype": variant.d_dtype,
+                    "d_dtype": either if variant.d_dtype == "16bit" else variant.d_dtype,
+                    "c_dtype": either if variant.c_dtype == "16bit" else variant.c_dtype,
+                    "bias_dtype": config.D_DTYPES[len(size) % 3] if bias else None,
                     **dict(zip("mnkl", extents, strict=True)),
+                    "dynamic": dynamic,
+                    "overlap_margin": 5 if size == "many experts" else 0,
                     "a": A,
                     "b": {"dense": B, "pointers": POINTERS, "tuple": 0}[weights],
                     "d": D,
+                    "c": C if variant.c_dtype else 0,
                     "offsets": OFFSETS,
-                    "scratch": 0 if weights == "dense" else SCRATCH,
-                    "alpha": ALPHA if variant.scaled else 0,
-                    "prob": PROB if variant.scaled and size != "odd" else 0,  # either may be missing
+                    "scratch": SCRATCH if weights != "dense" or dynamic else 0,
+                    "alpha": ALPHA if scaled else 0,
+                    "prob": PROB if scaled and size != "odd" else 0,  # either may be missing
+                    "bias": BIAS if bias else 0,
                     "stream": STREAM,
                 },
             }
@@ -157,6 +171,11 @@ def arguments_as_decoded(arguments):
     return said | {"element": elements[arguments["type"]]}
 
 
+def either_of_16_bits(call):
+    """Maps of outputs whose type the DSL does not know: it takes them for bfloat16, ours is told."""
+    return [field for field, takes in (("MAP_C", "c_type"), ("MAP_D", "d_type")) if CALLS[call]["takes"][takes]]
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_same_launches(recorded, call):
     ours, theirs = recorded[call]["ours"], recorded[call]["theirs"]
@@ -179,6 +198,10 @@ def test_same_parameters(recorded, call):
             if field.startswith("MAP_") and our["kernel"] == CALLS[call]["forward"]:
                 arguments = maps[int.from_bytes(bytes.fromhex(our_value)[:4], "little")]
                 said, rest = decode(bytes.fromhex(their_value))
+                if field in either_of_16_bits(call):
+                    said["element"] = {"float16": 6, "bfloat16": 10}[
+                        CALLS[call]["problem"][f"{field[-1].lower()}_dtype"]
+                    ]
                 assert arguments_as_decoded(arguments) == said, field
                 # The rest is not documented: the same in every map, and bit 21 of word 2 where a tensor has 128 KiB or
                 # more. It holds L2 promotion, which ours sets to 256 bytes and the DSL leaves at its default.
@@ -203,3 +226,12 @@ def test_host_code_is_that_of_the_built_kernels(folder):
         path.stem for path in folder.glob("*.cubin") if path.read_bytes() != (BUILD / "aot" / path.name).read_bytes()
     ]
     assert changed == []
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_counter_of_a_dynamic_schedule(recorded, call):
+    """Set to zero ahead of everything, in scratch behind the maps; the DSL's host code knows nothing of it."""
+    problem = CALLS[call]["problem"]
+    address = problem["scratch"] + (0 if problem["weights"] == "dense" else 128 * problem["l"])
+    wanted = [{"memset": address, "value": 0, "count": 1, "stream": STREAM}] if problem["dynamic"] else []
+    assert recorded[call]["memsets"] == wanted

@@ -122,18 +122,26 @@ def fields_of(kernel, parameters):
     return [[field, packed[offset : offset + size].hex()] for field, offset, size in kernel["fields"]]
 
 
+TYPES = {None: 0, "bfloat16": 1, "float16": 2, "float32": 3}
+
+
 def forward_arguments(call, launch):
     """Of `GroupedGemm.__call__`: what is None there has no argument here."""
-    p = call["problem"]
+    p, takes = call["problem"], call["takes"]
     dense = p["weights"] == "dense"
+    counter = p["scratch"] + (0 if dense else 128 * p["l"]) if p["dynamic"] else 0
     # Without an array of weights, the map that is passed describes one expert at A's address.
-    pointers = [p["a"], p["b"] if dense else p["a"], p["d"], *([] if dense else [p["scratch"]]), p["offsets"]]
-    pointers += [p["alpha"], p["prob"]] if call["scaled"] else []
+    pointers = [p["a"], p["b"] if dense else p["a"], p["d"], *([p["c"]] if takes["c"] else [])]
+    pointers += [*([] if dense else [p["scratch"]]), p["offsets"], counter]
+    pointers += [p["alpha"], p["prob"]] if takes["scales"] else []
+    pointers += [p["bias"]] if takes["bias"] else []
+    taken = {"bias": "bias_dtype", "d_type": "d_dtype", "c_type": "c_dtype"}
+    types = [TYPES[p[dtype]] for name, dtype in taken.items() if takes[name]]
     # Theirs is told the number of clusters, which ours computes.
     clusters = launch["grid"][0] // launch["cluster"][0]
     return [
         *map(c_uint64, pointers),
-        *map(c_int32, (p["m"], p["n"], p["k"], p["l"], clusters)),
+        *map(c_int32, (*types, p["m"], p["n"], p["k"], p["l"], clusters)),
         c_uint64(p["stream"]),
     ]
 
