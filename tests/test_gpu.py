@@ -1,6 +1,5 @@
 """The compiled kernels through jax.jit, on a real GPU, against the float64 oracle."""
 
-import ctypes
 import functools
 import itertools
 import os
@@ -14,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 
-from jax_grouped_gemm import config, ffi_call, grouped_gemm, library
+from jax_grouped_gemm import config, contract, direct, ffi_call, grouped_gemm
 
 pytestmark = pytest.mark.gpu
 
@@ -31,8 +30,9 @@ def kernels(**arguments):
     return _jitted(arrays, tuple((name, x) for name, x in arguments.items() if name not in arrays))
 
 
-def check(case, weights="dense"):
-    arguments = case.arguments()
+def check(case, weights="dense", **options):
+    """Runs the kernels; what they return is right. options: more arguments of `grouped_gemm`."""
+    arguments = case.arguments() | options
     if weights != "dense":
         b = arguments.pop("b")
         experts = tuple(jax.device_put(np.asarray(b[g])) for g in range(b.shape[0]))
@@ -44,14 +44,18 @@ def check(case, weights="dense"):
             arguments["n"] = case.b.shape[1 if case.b_major == "k" else 2]
     poison_the_allocator(case)
     got = jax.block_until_ready(kernels(**arguments))
-    oracle.assert_close(got, oracle.oracle(case), case)
-    return np.asarray(got)
+    oracle.check(got, case)
+    return jax.tree.map(np.asarray, got)
 
 
 def poison_the_allocator(case):
-    """Leaves NaN in freed memory of D's size, so that an element that no kernel writes does not look right."""
-    n = case.b.shape[1 if case.b_major == "k" else 2]
-    jax.block_until_ready([jnp.full((case.a.shape[0], n), jnp.nan, case.d_dtype) for _ in range(3)])
+    """Leaves NaN in freed memory of the outputs' sizes, so that an element that no kernel writes does not look right."""
+    shape = (case.a.shape[0], case.b.shape[1 if case.b_major == "k" else 2])
+    dtypes = [case.dtype_of(output) for output in ("DC" if case.generate_c else "D")]
+    jax.block_until_ready([jnp.full(shape, jnp.nan, dtype) for dtype in dtypes * 3])
+
+
+schedules = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 
 
 @pytest.fixture(params=[None, *range(3)], ids=["rule", "first", "second", "third"])
@@ -69,17 +73,26 @@ def tile(request, monkeypatch):
     jax.clear_caches()
 
 
+def features():
+    """Every compiled epilogue, with each of its switches at run time in every position."""
+    scales = [{"alpha": alpha, "prob": prob} for alpha, prob in itertools.product((False, True), repeat=2)]
+    for d_dtype, scale in itertools.product(config.D_DTYPES, scales):
+        yield {"d_dtype": d_dtype, **scale}
+    for i, (d_dtype, bias) in enumerate(itertools.product(config.D_DTYPES, config.D_DTYPES)):
+        yield {"d_dtype": d_dtype, "bias": bias, **scales[-1 - i % 4]}
+    for i, (d_dtype, c_dtype, bias) in enumerate(
+        itertools.product(config.D_DTYPES, config.D_DTYPES, (None, "float32"))
+    ):
+        bias = bias and config.D_DTYPES[i // 2 % 3]
+        yield {"d_dtype": d_dtype, "c_dtype": c_dtype, "generate_c": True, "bias": bias, **scales[-1 - i % 4]}
+
+
 @pytest.mark.parametrize("b_major", config.B_MAJORS)
 @pytest.mark.parametrize("weights", ["dense", "pointers", "tuple"])
 def test_every_variant(rng, tile, b_major, weights):
-    for d_dtype, (alpha, prob) in itertools.product(
-        config.D_DTYPES, [(False, False), (True, False), (False, True), (True, True)]
-    ):
-        case = oracle.make_case(
-            rng, 4, 700, 392, 200, offsets=[100, 100, 333, 650],
-            b_major=b_major, d_dtype=d_dtype, alpha=alpha, prob=prob,
-        )  # fmt: skip
-        check(case, weights)
+    for i, feature in enumerate(features()):
+        case = oracle.make_case(rng, 4, 700, 392, 200, offsets=[100, 100, 333, 650], b_major=b_major, **feature)
+        check(case, weights, use_dynamic_sched=i % 2 == 1)
 
 
 def test_all_patterns_of_empty_groups(rng, tile):
@@ -88,9 +101,11 @@ def test_all_patterns_of_empty_groups(rng, tile):
         m = sum(sizes) + int(rng.integers(0, 2)) * 37
         m += m == 0
         # One shape for all, so that the program is compiled once: what is left over is tail.
-        check(oracle.make_case(rng, 8, 2400, 136, 72, offsets=oracle.ends(sizes)))
+        case = oracle.make_case(rng, 8, 2400, 136, 72, offsets=oracle.ends(sizes), bias="float32", generate_c=True)
+        check(case, use_dynamic_sched=pattern % 2 == 1)
 
 
+@schedules
 @pytest.mark.parametrize(
     "offsets",
     [
@@ -107,26 +122,32 @@ def test_all_patterns_of_empty_groups(rng, tile):
         [-(2**31)] * 3,
     ],
 )
-def test_hostile_and_odd_offsets(rng, tile, offsets):
-    check(oracle.make_case(rng, len(offsets), 700, 520, 104, offsets=offsets))
+def test_hostile_and_odd_offsets(rng, tile, offsets, dynamic):
+    for feature in ({}, {"bias": "bfloat16"}, {"generate_c": True, "bias": "float16"}):
+        check(oracle.make_case(rng, len(offsets), 700, 520, 104, offsets=offsets, **feature), use_dynamic_sched=dynamic)
 
 
+@schedules
 @pytest.mark.parametrize(
     "shape", [(1, 1, 8, 8), (3, 1000, 264, 8), (2, 300, 136, 2**16), (5, 513, 1000, 1000), (1, 129, 8, 4096)]
 )
-def test_odd_shapes(rng, tile, shape):
-    check(oracle.make_case(rng, *shape))
+def test_odd_shapes(rng, tile, shape, dynamic):
+    check(oracle.make_case(rng, *shape), use_dynamic_sched=dynamic)
+    check(oracle.make_case(rng, *shape, bias="float32", generate_c=True, c_dtype="float32"), use_dynamic_sched=dynamic)
 
 
 @pytest.mark.parametrize("l", [31, 32, 33, 128, 1000, 1024])
 def test_many_experts(rng, tile, l):
-    check(oracle.make_case(rng, l, 3000, 256, 64))
+    for dynamic in (False, True):
+        check(oracle.make_case(rng, l, 3000, 256, 64), use_dynamic_sched=dynamic)
+    check(oracle.make_case(rng, l, 3000, 256, 64, bias="bfloat16", generate_c=True))
     for weights in ("pointers", "tuple"):
         check(oracle.make_case(rng, l, 500, 64, 64), weights)
 
 
-def test_one_hot_group(rng):
-    check(oracle.make_case(rng, 128, 8192, 1536, 512, offsets=[0] * 77 + [8192] * 51))
+@schedules
+def test_one_hot_group(rng, dynamic):
+    check(oracle.make_case(rng, 128, 8192, 1536, 512, offsets=[0] * 77 + [8192] * 51), use_dynamic_sched=dynamic)
 
 
 def test_scales_that_are_not_finite(rng):
@@ -170,8 +191,10 @@ def test_random_problems(rng):
     for _ in range(40):
         l, m = int(rng.integers(1, 70)), int(rng.integers(1, 5000))
         n, k = 8 * int(rng.integers(1, 130)), 8 * int(rng.integers(1, 130))
-        d_dtype = config.D_DTYPES[rng.integers(3)]
-        check(oracle.make_case(rng, l, m, n, k, b_major=config.B_MAJORS[rng.integers(2)], d_dtype=d_dtype))
+        d_dtype, c_dtype, bias = (config.D_DTYPES[i] for i in rng.integers(3, size=3))
+        feature = [{}, {"bias": bias}, {"generate_c": True, "c_dtype": c_dtype, "bias": bias}][rng.integers(3)]
+        case = oracle.make_case(rng, l, m, n, k, b_major=config.B_MAJORS[rng.integers(2)], d_dtype=d_dtype, **feature)
+        check(case, use_dynamic_sched=bool(rng.integers(2)))
 
 
 def test_as_accurate_as_xla(rng):
@@ -193,9 +216,10 @@ def test_int64_pointers(rng):
     oracle.assert_close(got, oracle.oracle(case), case)
 
 
-def test_bitwise_repeatable(rng):
+@schedules
+def test_bitwise_repeatable(rng, dynamic):
     case = oracle.make_case(rng, 64, 8192, 2048, 1024, d_dtype="float32")
-    arguments = case.arguments()
+    arguments = case.arguments() | {"use_dynamic_sched": dynamic}
     first = np.asarray(kernels(**arguments))
     for _ in range(20):
         np.testing.assert_array_equal(np.asarray(kernels(**arguments)).view(np.int32), first.view(np.int32))
@@ -246,57 +270,71 @@ def test_no_temporaries_but_the_maps(weights, l):
     assert analysis.output_size_in_bytes == 2 * m * n
 
 
-class LibraryCall(ctypes.Structure):
-    """jgg_call of ffi/c_api.h."""
-
-    _fields_ = (
-        [("struct_size", ctypes.c_int64)]
-        + [(name, ctypes.c_char_p) for name in ("sm90", "sm100", "weights", "b_major", "d_dtype")]
-        + [(name, ctypes.c_int64) for name in "mnkl"]
-        + [(name, ctypes.c_uint64) for name in ("a", "offsets", "alpha", "prob", "b")]
-        + [("weight_addresses", ctypes.POINTER(ctypes.c_uint64))]
-        + [(name, ctypes.c_uint64) for name in ("d", "scratch", "stream")]
-    )
-
-
-@pytest.fixture
-def cuda_driver():
-    """The driver, with the context of JAX's first GPU current on this thread."""
-    driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-    assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
-    assert driver.cuCtxPushCurrent_v2(context) == 0
-    yield driver
-    assert driver.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
-    assert driver.cuDevicePrimaryCtxRelease_v2(0) == 0
-
-
 @pytest.mark.parametrize("shape", [(301, 264, 136), (1, 8, 8), (700, 520, 64)])
 @pytest.mark.parametrize("d_dtype", config.D_DTYPES)
-def test_writes_nothing_outside_d(rng, cuda_driver, shape, d_dtype):
-    """D between guards: compute-sanitizer does not check the copy engine's stores to the byte."""
+@pytest.mark.parametrize("c_dtype", [None, "bfloat16", "float32"])
+def test_writes_nothing_outside_the_outputs(rng, monkeypatch, shape, d_dtype, c_dtype):
+    """D and C between guards: compute-sanitizer does not check the copy engine's stores to the byte."""
     arch = ffi_call.architecture(jax.devices("cuda")[0].compute_capability)
-    forward = library.load().jgg_forward
-    forward.restype = ctypes.c_char_p
     (m, n, k), guard = shape, 1 << 17
     hostile = [[100, 100, 257, 290], [-3, 500, 20, 2**31 - 1], [0, 0, 0, 0], [2**31 - 1] * 4]
-    for tile, offsets in itertools.product(config.TILES[arch], hostile):
-        tiles = {each: tile if each == arch else config.TILES[each][0] for each in config.TILES}
-        names = {f"sm{x}": config.Variant(x, t, "k", "dense", d_dtype, False).name.encode() for x, t in tiles.items()}
-        case = oracle.make_case(rng, 4, m, n, k, offsets=offsets, d_dtype=d_dtype, alpha=False, prob=False)
-        a, b, ends = map(jnp.asarray, (case.a, case.b, case.offsets))
-        memory = jax.block_until_ready(jnp.full(2 * guard + m * n, 7, d_dtype))
-        jax.block_until_ready((a, b, ends))
-        call = LibraryCall(
-            struct_size=ctypes.sizeof(LibraryCall), **names, weights=b"dense", b_major=b"k", d_dtype=d_dtype.encode(),
-            m=m, n=n, k=k, l=4, a=a.unsafe_buffer_pointer(), offsets=ends.unsafe_buffer_pointer(),
-            b=b.unsafe_buffer_pointer(), d=memory.unsafe_buffer_pointer() + guard * memory.dtype.itemsize,
+    for i, (tile, offsets) in enumerate(itertools.product(config.TILES[arch], hostile)):
+        monkeypatch.setattr(
+            config, "select_tile", lambda asked, *_, t=tile: t if asked == arch else config.TILES[asked][0]
+        )
+        case = oracle.make_case(
+            rng, 4, m, n, k, offsets=offsets, d_dtype=d_dtype, alpha=False, prob=False,
+            generate_c=c_dtype is not None, c_dtype=c_dtype, bias="float16" if c_dtype else None,
         )  # fmt: skip
-        assert forward(ctypes.byref(call)) is None
-        assert cuda_driver.cuCtxSynchronize() == 0
-        before, d, after = np.split(np.asarray(memory), [guard, guard + m * n])
-        assert (before == 7).all()
-        assert (after == 7).all()
-        oracle.assert_close(d.reshape(m, n), oracle.oracle(case), case)
+        operands = {name: x for name, x in case.arguments().items() if isinstance(x, jax.Array)}
+        memory = {
+            name: jnp.full(2 * guard + m * n, 7, dtype) for name, dtype in (("d", d_dtype), ("c", c_dtype)) if dtype
+        }
+        scratch = jnp.zeros(128, jnp.uint8)
+        jax.block_until_ready((operands, memory, scratch))
+        call = contract.Call(
+            m=m, n=n, k=k, l=4, b_major="k", weights="dense", d_dtype=d_dtype, c_dtype=c_dtype, has_alpha=False,
+            has_prob=False, has_bias=case.bias is not None, dynamic=i % 2 == 1, overlap_margin=0, mma_tiler_mn=None,
+            cluster_shape_mn=None, implementation=None,
+        )  # fmt: skip
+        addresses = {name: x.unsafe_buffer_pointer() for name, x in operands.items()}
+        addresses |= {name: x.unsafe_buffer_pointer() + guard * x.dtype.itemsize for name, x in memory.items()}
+        direct.Forward(call, bias_dtype=None if case.bias is None else "float16")(
+            0, 0, **addresses, scratch=scratch.unsafe_buffer_pointer()
+        )
+        direct.synchronize(0, 0)
+        for output, x in memory.items():
+            before, values, after = np.split(np.asarray(x), [guard, guard + m * n])
+            assert (before == 7).all()
+            assert (after == 7).all()
+            output = output.upper()
+            oracle.assert_close(values.reshape(m, n), oracle.oracle(case, output), case, output)
+
+
+def compiled_tiles():
+    return [tile for tiles in config.TILES.values() for tile in tiles]
+
+
+def test_tiles_by_name(rng):
+    """Each tile of this GPU's architecture can be asked for; those of the other only are refused."""
+    arch = ffi_call.architecture(jax.devices("cuda")[0].compute_capability)
+    for tile in config.TILES[arch]:
+        asked = {"mma_tiler_mn": tile.mma_tiler_mn, "cluster_shape_mn": tile.cluster_shape_mn}
+        check(oracle.make_case(rng, 4, 700, 392, 200), **asked)
+    of_this = {(tile.mma_tiler_mn, tile.cluster_shape_mn) for tile in config.TILES[arch]}
+    others = {(tile.mma_tiler_mn, tile.cluster_shape_mn) for tile in compiled_tiles()} - of_this
+    for mma_tiler_mn, cluster_shape_mn in {*others, ((64, 64), (1, 1))}:
+        with pytest.raises(ValueError, match="mma_tiler_mn"):
+            check(oracle.make_case(rng, 4, 700, 392, 200), mma_tiler_mn=mma_tiler_mn, cluster_shape_mn=cluster_shape_mn)
+
+
+@schedules
+def test_overlap_margin(rng, dynamic):
+    case = oracle.make_case(rng, 16, 9000, 1024, 256)
+    for margin in (1, 2, 37, 100, 126):
+        check(case, overlap_margin=margin, use_dynamic_sched=dynamic)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="overlap_margin must be between 0 and"):
+        check(case, overlap_margin=10_000)
 
 
 def _rows_match(got, a, b, begin, end):
@@ -315,7 +353,7 @@ def test_more_than_2_31_elements():
     b = jax.jit(lambda: jax.random.normal(key, (l, n, k), jnp.bfloat16))()
     a = jax.random.normal(key, (m, k), jnp.bfloat16)
     ends = np.linspace(0, m, l + 1).astype(np.int32)[1:]
-    got = kernels(a=a, b=b, offsets=jnp.asarray(ends))
+    got = kernels(a=a, b=b, offsets=jnp.asarray(ends), use_dynamic_sched=True)
     for g in (0, 1, 31, 32, 62, 63):
         _rows_match(got, a, b[g], ends[g - 1] if g else 0, ends[g])
     del b, got

@@ -17,7 +17,7 @@ import oracle
 
 from jax_grouped_gemm import grouped_gemm, library
 
-CALLS = 3  # in the body: dense with scales, dense, tuple
+CALLS = 3  # in the body: dense with scales, dense with a dynamic schedule, tuple with one and bias
 ITERATIONS = 20
 
 
@@ -28,11 +28,13 @@ def counts():
 
 
 @jax.jit
-def program(a, b, experts, offsets, alpha, prob):
+def program(a, b, experts, offsets, alpha, prob, bias):
     def body(i, results):
         x = grouped_gemm(a[i], b, offsets=offsets[i], alpha=alpha[i], prob=prob[i])
-        y = grouped_gemm(a[i], b, offsets=offsets[i])
-        z = grouped_gemm(a[i], experts, offsets=offsets[i], alpha=alpha[i])
+        y = grouped_gemm(a[i], b, offsets=offsets[i], use_dynamic_sched=True)
+        z = grouped_gemm(
+            a[i], experts, offsets=offsets[i], alpha=alpha[i], bias=bias[i], prob=prob[i], use_dynamic_sched=True
+        )
         return jax.tree.map(lambda all_of_it, one: all_of_it.at[i].set(one), results, (x, y, z))
 
     nothing = jnp.full((ITERATIONS, a.shape[1], b.shape[1]), jnp.nan, jnp.bfloat16)
@@ -42,11 +44,12 @@ def program(a, b, experts, offsets, alpha, prob):
 def main():
     rng = np.random.default_rng(0)
     l, m, n, k = 8, 1000, 264, 136
-    cases = [oracle.make_case(rng, l, m, n, k, poison=False) for _ in range(ITERATIONS)]
+    cases = [oracle.make_case(rng, l, m, n, k, bias="float32", poison=False) for _ in range(ITERATIONS)]
     for case in cases:
         case.b = cases[0].b
     stacked = {
-        name: jnp.asarray(np.stack([getattr(c, name) for c in cases])) for name in ("a", "offsets", "alpha", "prob")
+        name: jnp.asarray(np.stack([getattr(c, name) for c in cases]))
+        for name in ("a", "offsets", "alpha", "prob", "bias")
     }
     b = jnp.asarray(cases[0].b)
     experts = tuple(jnp.asarray(expert) for expert in cases[0].b)
@@ -58,8 +61,8 @@ def main():
     print(f"2 runs, {2 * ITERATIONS * CALLS} calls: {launches} launches by the host, {captured} of them captured")
     for i, case in enumerate(cases):
         plain = oracle.Case(case.a, case.b, case.offsets)
-        by_alpha = oracle.Case(case.a, case.b, case.offsets, case.alpha)
-        for got, this in zip((r[i] for r in results), (case, plain, by_alpha), strict=True):
+        scaled = oracle.Case(case.a, case.b, case.offsets, case.alpha, case.prob)
+        for got, this in zip((r[i] for r in results), (scaled, plain, case), strict=True):
             oracle.assert_close(got, oracle.oracle(this), this)
     assert captured > 0, "never captured"
     assert launches < ITERATIONS * CALLS, "captured, but launched again for every iteration"
