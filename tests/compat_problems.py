@@ -1,5 +1,10 @@
 """Problems in the document's layouts, made of `oracle.Case`s. torch is imported by whoever asks for its tensors."""
 
+import pathlib
+import subprocess
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,3 +89,27 @@ def check(result, case):
     d, c = (to_numpy(x)[:, :, 0] if x is not None else None for x in result)
     assert (c is not None) == case.generate_c
     oracle.check((d, c) if case.generate_c else d, case)
+
+
+def run_python(code):
+    """In a process of its own, which imports what the code says and no more."""
+    where = pathlib.Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=where, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def fake_forward(launches):
+    """A stand-in for `direct.Forward` that appends to a list what it would launch."""
+
+    class Forward:
+        def __init__(self, call, bias_dtype=None):
+            self.call, self.bias_dtype = call, bias_dtype
+
+        def __call__(self, device, stream, **addresses):
+            launches.append(types.SimpleNamespace(forward=self, device=device, stream=stream, **addresses))
+
+        def load(self, device, stream=0):
+            launches.append("load")
+
+    return Forward

@@ -92,7 +92,7 @@ def execute(made, **changes):
 @contextlib.contextmanager
 def gpu(capability):
     """As if CPU tensors lay on such a GPU."""
-    with mock.patch.object(torch_tensors, "capability", lambda device: capability), forgotten():
+    with mock.patch.object(torch_tensors, "capability", return_value=capability), forgotten():
         yield
 
 
