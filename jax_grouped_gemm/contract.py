@@ -15,16 +15,18 @@ from jax_grouped_gemm import config
 
 ALIGNMENT = 8  # elements: the copy engine reads rows of whole 16-byte units
 SIZE_LIMIT = 2**31 - 2**10  # extents are int32 on the device, where a tile may reach past the end; products are 64-bit
+SCRATCH_UNIT = 128  # bytes: a tensor map; the counter has as much to itself
 IMPLEMENTATIONS = (None, "cutedsl", "reference")
 
 
 class Operands(NamedTuple):
-    """A call's arrays by name; alpha and prob are None where absent, b is the tuple of weight operands."""
+    """A call's arrays by name; alpha, prob and bias are None where absent, b is the tuple of weight operands."""
 
     a: Any
     offsets: Any
     alpha: Any
     prob: Any
+    bias: Any
     b: tuple
 
 
@@ -33,6 +35,9 @@ class Call:
     """The static facts of one grouped GEMM: (M, K) rows, L experts, N output columns.
 
     weights: "dense" (one stacked array), "pointers" (L device addresses) or "tuple" (L arrays).
+    c_dtype: None where C is not an output.
+    dynamic: tiles are handed out by a counter. overlap_margin: SMs left free.
+    mma_tiler_mn, cluster_shape_mn: pairs, or None where the package chooses.
     """
 
     m: int
@@ -45,11 +50,27 @@ class Call:
     has_alpha: bool
     has_prob: bool
     implementation: str | None
+    has_bias: bool = False
+    c_dtype: str | None = None
+    dynamic: bool = False
+    mma_tiler_mn: tuple[int, int] | None = None
+    cluster_shape_mn: tuple[int, int] | None = None
+    overlap_margin: int = 0
 
     @property
     def empty(self):
-        """The output has no elements, or each is an empty sum."""
-        return 0 in (self.m, self.n, self.k, self.l)
+        """The outputs have no elements, or each is zero: no row has an expert, or it is an empty sum without a bias."""
+        return 0 in (self.m, self.n, self.l) or (self.k == 0 and not self.has_bias)
+
+    @property
+    def output_dtypes(self):
+        """Of the outputs (M, N): D, and C if asked for."""
+        return (self.d_dtype,) if self.c_dtype is None else (self.d_dtype, self.c_dtype)
+
+    @property
+    def scratch_bytes(self):
+        """What a launch of the kernels needs: a tensor map per expert whose weights lie alone, then the tile counter."""
+        return SCRATCH_UNIT * ((0 if self.weights == "dense" else self.l) + self.dynamic)
 
     @property
     def b_shape(self):
@@ -57,11 +78,12 @@ class Call:
         return _stacked(self.l, self.n, self.k, self.b_major)
 
     def split(self, operands):
-        """Names the flat operands of the primitive: a, offsets, alpha if any, prob if any, then the weights."""
+        """Names the flat operands of the primitive: a, offsets, alpha, prob and bias if present, then the weights."""
         a, offsets, *rest = operands
         alpha = rest.pop(0) if self.has_alpha else None
         prob = rest.pop(0) if self.has_prob else None
-        return Operands(a, offsets, alpha, prob, tuple(rest))
+        bias = rest.pop(0) if self.has_bias else None
+        return Operands(a, offsets, alpha, prob, bias, tuple(rest))
 
 
 def _stacked(l, n, k, b_major):
@@ -80,6 +102,12 @@ class Options:
     b_major: str
     d_dtype: Any
     implementation: str | None
+    generate_c: bool = False
+    c_dtype: Any = None
+    use_dynamic_sched: bool = False
+    mma_tiler_mn: Any = None
+    cluster_shape_mn: Any = None
+    overlap_margin: int = 0
 
 
 def exactly_one(**arguments):
@@ -94,13 +122,13 @@ def exactly_one(**arguments):
 
 def check_call(options, weights, operands):
     """The `Call` that these operands make, or a ValueError. Sees shapes and dtypes, never values."""
-    a, offsets, alpha, prob, b = operands
+    a, offsets, alpha, prob, bias, b = operands
     _one_of("b_major", options.b_major, config.B_MAJORS)
     _one_of("implementation", options.implementation, IMPLEMENTATIONS)
     _rank("a", a, 2, "(M, K)")
     _dtype("a", a, "bfloat16")
     m, k = a.shape
-    d_dtype = _output_dtype(a.dtype if options.d_dtype is None else options.d_dtype)
+    d_dtype, c_dtype = _output_dtypes(options, a.dtype)
     l, n = _weights(options, weights, b, k)
     _limits(M=m, N=n, K=k, L=l)
     _alignment("K", "a.shape[1]", k)
@@ -111,8 +139,42 @@ def check_call(options, weights, operands):
         _vector("alpha", alpha, "float32", l, "L", "one factor per expert of the weights")
     if prob is not None:
         _vector("prob", prob, "float32", m, "M", "one factor per row of a")
+    if bias is not None:
+        _bias(bias, l, n)
     return Call(
-        m, n, k, l, options.b_major, weights, d_dtype, alpha is not None, prob is not None, options.implementation
+        m,
+        n,
+        k,
+        l,
+        options.b_major,
+        weights,
+        d_dtype,
+        has_alpha=alpha is not None,
+        has_prob=prob is not None,
+        has_bias=bias is not None,
+        implementation=options.implementation,
+        c_dtype=c_dtype,
+        dynamic=_flag("use_dynamic_sched", options.use_dynamic_sched),
+        mma_tiler_mn=_pair("mma_tiler_mn", options.mma_tiler_mn),
+        cluster_shape_mn=_pair("cluster_shape_mn", options.cluster_shape_mn),
+        overlap_margin=_overlap_margin(options.overlap_margin),
+    )
+
+
+def check_tile(call, architectures):
+    """The call's tile is compiled for one of these architectures, those of this process's GPUs; for any if it has none."""
+    wish = call.mma_tiler_mn, call.cluster_shape_mn
+    if any(config.tiles(arch, *wish) for arch in architectures or config.TILES):
+        return
+    compiled = "; ".join(
+        f"SM{arch}: " + ", ".join(f"{tile.mma_tiler_mn} with {tile.cluster_shape_mn}" for tile in tiles)
+        for arch, tiles in config.TILES.items()
+    )
+    where = f" for this process's GPUs, {' and '.join(f'SM{arch}' for arch in architectures)}" if architectures else ""
+    raise ValueError(
+        f"mma_tiler_mn and cluster_shape_mn must name a tile compiled{where}, of {compiled}; "
+        f"got {' with '.join('any' if pair is None else str(pair) for pair in wish)}; "
+        "leave both out to have one chosen"
     )
 
 
@@ -170,18 +232,58 @@ def _wrong_pointers(found):
 def _given_n(options, reason):
     if options.n is None:
         raise ValueError(f"n, the output columns, must be given with {reason}; got None; pass n=")
-    if not isinstance(options.n, (int, np.integer)) or options.n < 0:
+    if not _is_integer(options.n) or options.n < 0:
         raise ValueError(f"n must be a non-negative integer; got {options.n!r}; pass the output columns")
     return int(options.n)
 
 
-def _output_dtype(dtype):
+def _output_dtypes(options, default):
+    """Of D, and of C or None."""
+    d_dtype = _output_dtype("d_dtype", options.d_dtype, default)
+    if _flag("generate_c", options.generate_c):
+        return d_dtype, _output_dtype("c_dtype", options.c_dtype, default)
+    if options.c_dtype is not None:
+        raise ValueError(
+            f"c_dtype must be None where C is no output; got {options.c_dtype!r}; pass generate_c=True for C"
+        )
+    return d_dtype, None
+
+
+def _output_dtype(name, dtype, default):
     try:
-        name = jnp.dtype(dtype).name
+        found = jnp.dtype(default if dtype is None else dtype).name
     except TypeError:
-        name = dtype
-    _one_of("d_dtype", name, config.D_DTYPES)
-    return name
+        found = dtype
+    _one_of(name, found, config.D_DTYPES)
+    return found
+
+
+def _flag(name, value):
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} must be True or False; got {value!r}; it is static, a choice of the kernel")
+    return bool(value)
+
+
+def _pair(name, value):
+    if value is None:
+        return None
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(map(_is_integer, value)):
+        raise ValueError(
+            f"{name} must be two integers, for rows and columns; got {value!r}; pass a tuple, or None to have it chosen"
+        )
+    return int(value[0]), int(value[1])
+
+
+def _overlap_margin(value):
+    if not _is_integer(value) or not 0 <= value < 2**31:
+        raise ValueError(
+            f"overlap_margin must be an integer within [0, 2^31); got {value!r}; pass how many SMs to leave free"
+        )
+    return int(value)
+
+
+def _is_integer(value):
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _one_of(name, value, allowed):
@@ -203,6 +305,15 @@ def _vector(name, array, dtype, size, symbol, meaning):
     if array.shape != (size,):
         raise ValueError(f"{name} must be ({symbol},) = ({size},); got {array.shape}; pass {meaning}")
     _dtype(name, array, dtype)
+
+
+def _bias(bias, l, n):
+    if bias.shape != (l, n):
+        raise ValueError(f"bias must be (L, N) = ({l}, {n}); got {bias.shape}; pass one row of N per expert")
+    if bias.dtype.name not in config.D_DTYPES:
+        raise ValueError(
+            f"bias must be bfloat16, float16 or float32; got {bias.dtype}; cast it, e.g. bias.astype(jnp.float32)"
+        )
 
 
 def _limits(**extents):
