@@ -1,7 +1,24 @@
 """Mixture-of-experts grouped GEMM for JAX on NVIDIA GPUs, with kernels compiled ahead of time."""
 
 from jax_grouped_gemm.api import grouped_gemm
+from jax_grouped_gemm.compat import (
+    GroupedGemm,
+    GroupedGemmSm100,
+    TupleDict,
+    grouped_gemm_jax_sm100,
+    grouped_gemm_wrapper,
+    grouped_gemm_wrapper_sm100,
+)
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "grouped_gemm"]
+__all__ = [
+    "GroupedGemm",
+    "GroupedGemmSm100",
+    "TupleDict",
+    "__version__",
+    "grouped_gemm",
+    "grouped_gemm_jax_sm100",
+    "grouped_gemm_wrapper",
+    "grouped_gemm_wrapper_sm100",
+]

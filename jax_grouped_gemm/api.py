@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_grouped_gemm import contract, ffi_call, reference
+from jax_grouped_gemm import contract, debug, ffi_call, reference
 
 
 def grouped_gemm(
@@ -18,17 +18,25 @@ def grouped_gemm(
     b_major="k",
     alpha=None,
     prob=None,
+    bias=None,
     d_dtype=None,
+    generate_c=False,
+    c_dtype=None,
+    use_dynamic_sched=False,
+    mma_tiler_mn=None,
+    cluster_shape_mn=None,
+    overlap_margin=0,
     implementation=None,
 ):
     """Multiplies each group of rows of `a` by its own expert's weights.
 
     For the rows of group g, from offsets[g - 1] (0 for the first) up to offsets[g]::
 
-        D = prob[:, None] * (alpha[g] * a @ b[g].T)
+        without bias:  C = alpha[g] * a @ b[g].T                                 D = prob[:, None] * C
+        with bias:     C = alpha[g] * a @ b[g].T + prob[:, None] * bias[g]      D = C
 
-    with FP32 accumulation and one rounding, to `d_dtype`. Rows at or past the last offset are exactly zero, whatever
-    `a` and `prob` hold there. Groups may be empty and need no alignment. Works under `jax.jit` and eagerly; the
+    in FP32, from which D and C are each rounded once, to their own dtypes. Rows at or past the last offset are exactly
+    zero in both, whatever `a` and `prob` hold there. Groups may be empty and need no alignment. Works under `jax.jit` and eagerly; the
     implementation is chosen per platform when the traced program is lowered.
 
     Args:
@@ -46,19 +54,35 @@ def grouped_gemm(
       b_major: the contiguous dimension of the weights, "k" or "n".
       alpha: (L,) float32, a factor per expert; absent, it costs nothing.
       prob: (M,) float32, a factor per row; absent, it costs nothing.
+      bias: (L, N) bfloat16, float16 or float32, a row per expert; absent, it costs nothing.
       d_dtype: bfloat16, float16 or float32; by default that of `a`.
+      generate_c: return C too; otherwise it is not written.
+      c_dtype: bfloat16, float16 or float32, with `generate_c` only; by default that of `a`.
+      use_dynamic_sched: the kernels take tiles from a counter as they get free, instead of every CTA having its share
+        beforehand. Results are the same, bit for bit.
+      mma_tiler_mn: rows and columns of D, e.g. (256, 256), that a CTA computes, or a pair of CTAs along M where the
+        cluster has one; by default the package chooses among the compiled tiles.
+      cluster_shape_mn: CTAs of a cluster along M and N, e.g. (2, 1); by default the package chooses.
+      overlap_margin: SMs that the kernels leave free, e.g. for communication at the same time.
       implementation: "cutedsl" for the CUDA kernels, "reference" for plain JAX, None for the kernels on GPUs of
-        compute capability 9.0, 10.0 and 10.3 and the reference elsewhere.
+        compute capability 9.0, 10.0 and 10.3 and the reference elsewhere, to which the four options before this one
+        make no difference.
 
     K and N must be multiples of 8; M, N, K and L must each be less than 2^31 - 2^10, their products need not.
 
     Returns:
-      (M, N) of `d_dtype`. Where M, N, K or L is 0, zeros.
+      D, (M, N) of `d_dtype`; with `generate_c`, the tuple (D, C), C being (M, N) of `c_dtype`. Where M, N or L is 0,
+      zeros, and where K is 0 and there is no bias; with one, K = 0 leaves prob * bias in the rows of groups.
 
     Raises:
-      ValueError: an operand's shape, dtype or alignment, or (outside of tracing) the values of `offsets` or
-        `group_sizes`. In a traced program values cannot be seen: there each end is clamped to [previous end, M], a
-        negative size counts as 0, and sizes stop at M.
+      ValueError: an operand's shape, dtype or alignment, an option, a tile that is not compiled (for this process's
+        GPUs, or at all if it has none), or (outside of tracing) the values of `offsets` or `group_sizes`. In a traced
+        program values cannot be seen: there each end is clamped to [previous end, M], a negative size counts as 0, and
+        sizes stop at M.
+      jax.errors.JaxRuntimeError: with the environment variable JAX_GROUPED_GEMM_DEBUG=1 when a call is traced, its
+        values are checked on the device each time it runs, and a bad entry fails the program, as late as the result is
+        waited for, with the text of the ValueError. For finding mistakes: the check waits for the values, and the
+        program cannot be exported. Unset, or 0, it costs nothing.
       RuntimeError: this machine cannot run the implementation asked for; the message says why.
       NotImplementedError: differentiation, vmap, and operands on a mesh with explicit axes or in a shard_map that
         checks varying axes.
@@ -78,17 +102,36 @@ def grouped_gemm(
     a = jnp.asarray(a)
     by_size = offsets is None
     groups = _groups(group_sizes if by_size else offsets)
-    operands = contract.Operands(a, _int32(groups), _optional(alpha), _optional(prob), b)
-    options = contract.Options("group_sizes" if by_size else "offsets", n, b_major, d_dtype, implementation)
+    operands = contract.Operands(a, _int32(groups), _optional(alpha), _optional(prob), _optional(bias), b)
+    options = contract.Options(
+        groups="group_sizes" if by_size else "offsets",
+        n=n,
+        b_major=b_major,
+        d_dtype=d_dtype,
+        generate_c=generate_c,
+        c_dtype=c_dtype,
+        use_dynamic_sched=use_dynamic_sched,
+        mma_tiler_mn=mma_tiler_mn,
+        cluster_shape_mn=cluster_shape_mn,
+        overlap_margin=overlap_margin,
+        implementation=implementation,
+    )
     call = contract.check_call(options, weights, operands)
+    if (call.mma_tiler_mn, call.cluster_shape_mn) != (None, None):  # else the process's GPUs are nobody's business yet
+        contract.check_tile(call, ffi_call.architectures())
+    ends = operands.offsets
+    check = contract.check_group_sizes if by_size else contract.check_offsets
     if not isinstance(groups, jax.core.Tracer):
-        check = contract.check_group_sizes if by_size else contract.check_offsets
         check(np.asarray(groups), call.m)
+    elif debug.enabled():
+        ends = debug.checked(check, ends, call.m)
     if call.empty:
-        return jnp.zeros((call.m, call.n), call.d_dtype)
-    ends = reference.ends_of(operands.offsets, m=call.m) if by_size else operands.offsets
-    present = [x for x in (operands.alpha, operands.prob) if x is not None]
-    return ffi_call.grouped_gemm(call, a, ends, *present, *b)
+        outputs = [jnp.zeros((call.m, call.n), dtype) for dtype in call.output_dtypes]
+    else:
+        ends = reference.ends_of(ends, m=call.m) if by_size else ends
+        present = [x for x in operands[2:5] if x is not None]
+        outputs = ffi_call.grouped_gemm(call, a, ends, *present, *b)
+    return tuple(outputs) if generate_c else outputs[0]
 
 
 def _weights(b, b_ptrs):

@@ -16,10 +16,11 @@ from jax_grouped_gemm import config, contract, library, reference
 logger = logging.getLogger("jax_grouped_gemm")
 
 grouped_gemm_p = Primitive("grouped_gemm")
+grouped_gemm_p.multiple_results = True
 
 
 def grouped_gemm(call, *operands):
-    """D (M, N); operands in the order of `contract.Call.split`."""
+    """[D] or [D, C], both (M, N); operands in the order of `contract.Call.split`."""
     return grouped_gemm_p.bind(*operands, call=call)
 
 
@@ -29,7 +30,7 @@ def _abstract_eval(*operands, call):
         raise contract.no_varying_axes()
     if any(map(_on_explicit_mesh, operands)):
         raise contract.no_explicit_sharding()
-    return jax.core.ShapedArray((call.m, call.n), jnp.dtype(call.d_dtype))
+    return [jax.core.ShapedArray((call.m, call.n), jnp.dtype(dtype)) for dtype in call.output_dtypes]
 
 
 def _varies(aval):
@@ -86,6 +87,11 @@ def architecture(capability):
     return next((arch for arch, found in config.CAPABILITIES.items() if capability in found), None)
 
 
+def architectures():
+    """The kernels' architectures for this process's GPUs."""
+    return tuple(sorted(set(map(architecture, cuda_capabilities())) - {None}))
+
+
 @functools.cache
 def cuda_capabilities():
     """Distinct compute capabilities of this process's GPUs; empty without any."""
@@ -104,13 +110,15 @@ def _log_once(message):
 
 
 def _implementation(platform, *operands, call):
+    named = call.split(operands)
+    if call.k == 0:  # sums of nothing, for which no weights are read: a bias alone
+        return reference.grouped_gemm(call, *named._replace(b=jnp.zeros(call.b_shape, jnp.bfloat16)))
     choice = choose(platform, call.implementation)
     if choice.kernels:
         return _kernels(call, operands)
     if platform == "cuda" and call.implementation is None:
         _log_once(f"grouped_gemm uses the reference implementation, which is slow on a GPU: {choice.why}")
-    a, offsets, alpha, prob, b = call.split(operands)
-    return reference.grouped_gemm(call, a, offsets, alpha, prob, _stacked_weights(platform, call, b, offsets))
+    return reference.grouped_gemm(call, *named._replace(b=_stacked_weights(platform, call, named.b, named.offsets)))
 
 
 def _stacked_weights(platform, call, b, offsets):
@@ -127,10 +135,9 @@ def _stacked_weights(platform, call, b, offsets):
 
 
 def _kernels(call, operands):
-    d = jax.ShapeDtypeStruct((call.m, call.n), jnp.dtype(call.d_dtype))
-    scratch = jax.ShapeDtypeStruct((128 * call.l,), jnp.uint8)  # a tensor map of 128 bytes per expert
-    results = (d,) if call.weights == "dense" else (d, scratch)
-    return jax.ffi.ffi_call(library.FORWARD, results)(*operands, **attributes(call))[0]
+    outputs = [jax.ShapeDtypeStruct((call.m, call.n), jnp.dtype(dtype)) for dtype in call.output_dtypes]
+    scratch = [jax.ShapeDtypeStruct((call.scratch_bytes,), jnp.uint8)] if call.scratch_bytes else []
+    return jax.ffi.ffi_call(library.FORWARD, outputs + scratch)(*operands, **attributes(call))[: len(outputs)]
 
 
 def attributes(call):
@@ -142,22 +149,32 @@ def attributes(call):
         "b_major": call.b_major,
         "has_alpha": call.has_alpha,
         "has_prob": call.has_prob,
+        "has_bias": call.has_bias,
+        "has_c": call.c_dtype is not None,
+        "dynamic": call.dynamic,
+        "overlap_margin": np.int64(call.overlap_margin),
         "n": np.int64(call.n),
         "build_id": library.manifest()["build_id"],
     }
 
 
 def kernel_name(arch, call):
-    tile = config.select_tile(arch, call.l, call.m, call.n, call.k)
+    """The forward kernel for an architecture; "" where the call's tile is compiled for another one only."""
+    tile = config.select_tile(arch, call.l, call.m, call.n, call.k, call.mma_tiler_mn, call.cluster_shape_mn)
+    if tile is None:
+        return ""
     weights = "dense" if call.weights == "dense" else "pointers"
-    return config.Variant(arch, tile, call.b_major, weights, call.d_dtype, call.has_alpha or call.has_prob).name
+    epilogue, d_dtype = config.epilogue_of(
+        scaled=call.has_alpha or call.has_prob, bias=call.has_bias, d_dtype=call.d_dtype, c_dtype=call.c_dtype
+    )
+    return config.Variant(arch, tile, call.b_major, weights, d_dtype, epilogue).name
 
 
 def _lowering(platform):
     def traced(*operands, call):
         return _implementation(platform, *operands, call=call)
 
-    return mlir.lower_fun(traced, multiple_results=False)
+    return mlir.lower_fun(traced, multiple_results=True)
 
 
 mlir.register_lowering(grouped_gemm_p, _lowering("this platform"))

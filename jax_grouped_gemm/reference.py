@@ -12,34 +12,45 @@ from jax import lax
 SMALLEST_TILE, LARGEST_TILE = 16, 256  # rows; measured on CPU: smaller wastes calls, larger pads groups
 
 
-def grouped_gemm(call, a, offsets, alpha, prob, b):
-    """D (M, N) for canonical operands; b is one stacked array of shape call.b_shape."""
+def grouped_gemm(call, a, offsets, alpha, prob, bias, b):
+    """(D,) or (D, C), both (M, N), for canonical operands; b is one stacked array of shape call.b_shape."""
     rows = tile_rows(call)
     count, expert, first, end = tiles(call, offsets, rows)
     contract_b = 1 if call.b_major == "k" else 0
     # XLA's CPU backend slices and updates 16-bit floats by converting the whole array to float32, D once per tile: so
     # they are moved as integers, and bound to the loop's counter, lest whole integer copies be made ahead of the loop.
-    d = _bits(jnp.zeros((call.m, call.n), call.d_dtype))
+    outputs = tuple(_bits(jnp.zeros((call.m, call.n), dtype)) for dtype in call.output_dtypes)
 
-    def tile(i, d):
-        i, a_tied, b_tied = lax.optimization_barrier((i, a, b))
-        a_bits, b_bits = _bits(a_tied), _bits(b_tied)
+    def tile(i, outputs):
+        i, tied = lax.optimization_barrier((i, (a, b, bias)))
+        a_bits, b_bits, bias_bits = jax.tree.map(_bits, tied)
         # The window is moved up at the end of A so that it stays inside; the mask keeps the tile's own rows.
         start = jnp.minimum(first[i], call.m - rows)
         window = _floats(lax.dynamic_slice_in_dim(a_bits, start, rows), jnp.bfloat16)
         weights = _floats(lax.dynamic_index_in_dim(b_bits, expert[i], keepdims=False), jnp.bfloat16)
-        values = lax.dot_general(window, weights, (((1,), (contract_b,)), ((), ())), preferred_element_type=jnp.float32)
-        if alpha is not None:
-            values = alpha[expert[i]] * values
-        if prob is not None:
-            values = lax.dynamic_slice_in_dim(prob, start, rows)[:, None] * values
-        row = start + jnp.arange(rows, dtype=jnp.int32)
-        mine = (row >= first[i]) & (row < end[i])
-        kept = lax.dynamic_slice_in_dim(d, start, rows)
-        values = jnp.where(mine[:, None], _bits(values.astype(call.d_dtype)), kept)
-        return lax.dynamic_update_slice_in_dim(d, values, start, 0)
 
-    return _floats(lax.fori_loop(0, count, tile, d), call.d_dtype)
+        def by_prob(values):
+            return values if prob is None else lax.dynamic_slice_in_dim(prob, start, rows)[:, None] * values
+
+        c = lax.dot_general(window, weights, (((1,), (contract_b,)), ((), ())), preferred_element_type=jnp.float32)
+        if alpha is not None:
+            c = alpha[expert[i]] * c
+        if bias is None:
+            d = by_prob(c)
+        else:
+            of_expert = _floats(lax.dynamic_index_in_dim(bias_bits, expert[i]), bias.dtype)
+            d = c = c + by_prob(of_expert.astype(jnp.float32))
+        row = start + jnp.arange(rows, dtype=jnp.int32)
+        mine = ((row >= first[i]) & (row < end[i]))[:, None]
+
+        def store(output, values, dtype):
+            kept = lax.dynamic_slice_in_dim(output, start, rows)
+            return lax.dynamic_update_slice_in_dim(output, jnp.where(mine, _bits(values.astype(dtype)), kept), start, 0)
+
+        values = (d, c)[: len(outputs)]
+        return tuple(map(store, outputs, values, call.output_dtypes))
+
+    return tuple(map(_floats, lax.fori_loop(0, count, tile, outputs), call.output_dtypes))
 
 
 def _bits(x):

@@ -1,7 +1,11 @@
+import compat_problems
 import hypothesis
 import jax
 import numpy as np
 import pytest
+
+from jax_grouped_gemm import contract, direct
+from jax_grouped_gemm.compat import plan
 
 # Compiling a new shape takes longer than hypothesis expects of one example.
 hypothesis.settings.register_profile("jax", deadline=None, max_examples=25, derandomize=True)
@@ -39,3 +43,37 @@ def _device(request):
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
+
+
+# --- of the document's names ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_plans():
+    """No remembered plans before, and none of those made with parts replaced after."""
+    plan._remembered.cache_clear()
+    yield
+    plan._remembered.cache_clear()
+
+
+@pytest.fixture
+def fake_launches(fresh_plans, monkeypatch):
+    """What would have been launched by address; nothing is."""
+    launches: list = []
+    monkeypatch.setattr(direct, "Forward", compat_problems.fake_forward(launches))
+    return launches
+
+
+@pytest.fixture
+def reads(fresh_plans, monkeypatch):
+    """The names of the checks that looked at values."""
+    seen = []
+    for name in ("check_padded_offsets", "check_pointers"):
+        original = getattr(contract, name)
+
+        def looking(*given, original=original, name=name):
+            seen.append(name)
+            return original(*given)
+
+        monkeypatch.setattr(contract, name, looking)
+    return seen

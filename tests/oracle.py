@@ -21,12 +21,22 @@ class Case:
     prob: np.ndarray | None = None
     b_major: str = "k"
     d_dtype: str = "bfloat16"
+    bias: np.ndarray | None = None
+    generate_c: bool = False
+    c_dtype: str | None = None
 
     def arguments(self):
         """Keyword arguments of `grouped_gemm` with dense weights, as JAX arrays."""
-        arrays = {"a": self.a, "b": self.b, "offsets": self.offsets, "alpha": self.alpha, "prob": self.prob}
+        names = ("a", "b", "offsets", "alpha", "prob", "bias")
+        arrays = {name: jnp.asarray(getattr(self, name)) for name in names if getattr(self, name) is not None}
         options = {"b_major": self.b_major, "d_dtype": self.d_dtype}
-        return {name: jnp.asarray(x) for name, x in arrays.items() if x is not None} | options
+        if self.generate_c:
+            options |= {"generate_c": True, "c_dtype": self.c_dtype}
+        return arrays | options
+
+    def dtype_of(self, output):
+        """Of D or C, "bfloat16" where the case leaves C's to the default."""
+        return self.d_dtype if output == "D" else self.c_dtype or "bfloat16"
 
     def groups(self):
         """(begin, end) rows of each group, by the contract's clamping of any int32 offsets."""
@@ -51,8 +61,11 @@ def ends(sizes):
     return np.cumsum(sizes).astype(np.int32)
 
 
-def make_case(rng, l, m, n, k, *, offsets=None, b_major="k", d_dtype="bfloat16", alpha=True, prob=True, poison=True):
-    """A problem of unit scale. poison: NaN wherever the result must not depend on the value."""
+def make_case(
+    rng, l, m, n, k, *, offsets=None, b_major="k", d_dtype="bfloat16", alpha=True, prob=True, bias=None,
+    generate_c=False, c_dtype=None, poison=True,
+):  # fmt: skip
+    """A problem of unit scale. bias: its dtype, or None. poison: NaN wherever the result must not depend on the value."""
     offsets = random_offsets(rng, l, m) if offsets is None else np.asarray(offsets, np.int32)
     a = rng.standard_normal((m, k), np.float32).astype(BF16)
     shape = (l, n, k) if b_major == "k" else (l, k, n)
@@ -65,6 +78,9 @@ def make_case(rng, l, m, n, k, *, offsets=None, b_major="k", d_dtype="bfloat16",
         rng.uniform(0.1, 1, m).astype(np.float32) if prob else None,
         b_major,
         d_dtype,
+        None if bias is None else rng.standard_normal((l, n), np.float32).astype(bias),
+        generate_c,
+        c_dtype,
     )
     if poison:
         _poison(case)
@@ -78,53 +94,66 @@ def _poison(case):
         case.prob[end:] = np.nan
     for g, (begin, end) in enumerate(case.groups()):
         if begin == end:
-            case.b[g] = np.nan
-            if case.alpha is not None:
-                case.alpha[g] = np.nan
+            for of_expert in (case.b, case.alpha, case.bias):
+                if of_expert is not None:
+                    of_expert[g] = np.nan
 
 
-def oracle(case):
-    """(D, the same sums over absolute values), both (M, N) float64."""
+def oracle(case, output="D"):
+    """(D, or C with output="C"; the same sums over absolute values), both (M, N) float64."""
     m, n = case.a.shape[0], case.b.shape[1 if case.b_major == "k" else 2]
-    d, scale = np.zeros((m, n)), np.zeros((m, n))
+    values, scale = np.zeros((m, n)), np.zeros((m, n))
     for g, (begin, end) in enumerate(case.groups()):
         if begin == end:
             continue
         rows = case.a[begin:end].astype(np.float64)
         weights = case.b[g].astype(np.float64)
         weights = weights.T if case.b_major == "k" else weights
-        factor = np.ones((end - begin, 1))
-        if case.alpha is not None:
-            factor = factor * case.alpha[g].astype(np.float64)
-        if case.prob is not None:
-            factor = factor * case.prob[begin:end, None].astype(np.float64)
-        d[begin:end] = factor * (rows @ weights)
-        scale[begin:end] = np.abs(factor) * (np.abs(rows) @ np.abs(weights))
-    return d, scale
+        alpha = np.float64(1 if case.alpha is None else case.alpha[g])
+        prob = np.ones((1, 1)) if case.prob is None else case.prob[begin:end, None].astype(np.float64)
+        values[begin:end] = alpha * (rows @ weights)
+        scale[begin:end] = np.abs(alpha) * (np.abs(rows) @ np.abs(weights))
+        if case.bias is not None:
+            bias = case.bias[g].astype(np.float64)
+            values[begin:end] += prob * bias
+            scale[begin:end] += np.abs(prob * bias)
+        elif output == "D":
+            values[begin:end] *= prob
+            scale[begin:end] *= np.abs(prob)
+    return values, scale
 
 
-def tolerance(want, scale, k, d_dtype):
-    """Per element: one rounding to d_dtype, and the error of a float32 sum of K exact products.
+def tolerance(want, scale, k, dtype):
+    """Per element: one rounding to dtype, and the error of a float32 sum of K exact products.
 
     The products of two bfloat16 numbers are exact in float32; the errors of adding K of them grow like sqrt(K).
     """
-    info = ml_dtypes.finfo(d_dtype)
+    info = ml_dtypes.finfo(dtype)
     rounding = float(info.eps) / 2 * (1 + 1e-3) * np.abs(want) + float(info.smallest_subnormal)
     return rounding + 2.0**-23 * (np.sqrt(k) + 4) * scale
 
 
-def assert_close(got, want, case):
-    """want: `oracle(case)`. The result must have the right type, zero rows past the last group, and be accurate."""
+def check(got, case):
+    """What `grouped_gemm` returned for this case, D or (D, C), is right."""
+    assert isinstance(got, tuple) == case.generate_c
+    for output, array in zip("DC", got if case.generate_c else (got,), strict=False):
+        assert_close(array, oracle(case, output), case, output)
+    assert not case.generate_c or len(got) == 2
+
+
+def assert_close(got, want, case, output="D"):
+    """want: `oracle(case, output)`. The result must have the right type, zero rows past the last group, and be accurate."""
     want, scale = want
+    dtype = case.dtype_of(output)
     assert got.shape == want.shape
-    assert got.dtype == case.d_dtype, f"{got.dtype} is not {case.d_dtype}"
+    assert got.dtype == dtype, f"{output} is {got.dtype}, not {dtype}"
     got = np.asarray(got).astype(np.float64)
-    assert not got[case.end() :].any(), "rows past the last group must be exactly zero"
-    error = np.abs(got - want) / tolerance(want, scale, case.a.shape[1], case.d_dtype)
+    assert not got[case.end() :].any(), f"rows of {output} past the last group must be exactly zero"
+    error = np.abs(got - want) / tolerance(want, scale, case.a.shape[1], dtype)
     if not (error <= 1).all():  # NaN compares false
         row, column = np.unravel_index(np.argmax(np.where(np.isnan(error), np.inf, error)), error.shape)
         raise AssertionError(
-            f"D[{row}, {column}] is {got[row, column]}, expected {want[row, column]}: "
+            f"{output}[{row}, {column}] is {got[row, column]}, expected {want[row, column]}: "
             f"{error[row, column]:.3g} times the tolerance; {(~(error <= 1)).sum()} of {error.size} elements; "
             f"groups {case.groups()}"
         )
@@ -147,7 +176,9 @@ def xla_product(case):
         values = jnp.dot(jnp.asarray(case.a[begin:end]), jnp.asarray(weights), preferred_element_type=jnp.float32)
         if case.alpha is not None:
             values = values * case.alpha[g]
+        last = values if case.bias is None else case.bias[g].astype(np.float32)
         if case.prob is not None:
-            values = values * case.prob[begin:end, None]
+            last = last * case.prob[begin:end, None]
+        values = last if case.bias is None else values + last
         d[begin:end] = np.asarray(values.astype(case.d_dtype))
     return d

@@ -1,0 +1,195 @@
+"""What a call's descriptors decide: checked once, then remembered."""
+
+import dataclasses
+import functools
+import os
+import sys
+import types
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_grouped_gemm import config, contract, direct, ffi_call
+from jax_grouped_gemm.compat import jax_arrays, torch_tensors
+from jax_grouped_gemm.compat.dtypes import dtype_name
+
+MARGIN_VARIABLE = "CUDNNFE_CLUSTER_OVERLAP_MARGIN"
+REMEMBERED = 256  # plans, the least recently used is dropped
+
+
+class Request(NamedTuple):
+    """The key of a plan: everything about a call but the addresses and values of its tensors.
+
+    operands: (shape, strides, dtype, device) of each, by its framework's types. options: as given, dtypes in the caller's spelling.
+    margin: of the environment, in clusters, as text; None where the call says it in SMs.
+    """
+
+    entry: contract.Entry
+    framework: types.ModuleType
+    operands: contract.StridedOperands
+    options: contract.StridedOptions
+    margin: str | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A checked call. fixed: by name, what an object of the class keeps from its samples."""
+
+    call: contract.Call
+    m_aligned: int
+    bias_dtype: str | None
+    fixed: dict[str, Any]
+
+    @functools.cached_property
+    def forward(self):
+        """The launch by address."""
+        return direct.Forward(self.call, self.bias_dtype)
+
+    def launch(self, device, stream, addresses, scratch):
+        """By address, on a stream. addresses: `contract.StridedOperands`, 0 where a tensor is absent."""
+        contract.check_addresses(addresses)
+        if self.call.m == 0:
+            return  # the outputs have no elements
+        self.forward(
+            device,
+            stream,
+            a=addresses.a_tensor,
+            offsets=addresses.padded_offsets,
+            alpha=addresses.alpha_tensor,
+            prob=addresses.prob_tensor,
+            bias=addresses.bias_tensor,
+            b=addresses.b_tensor or addresses.b_ptrs,
+            c=addresses.c_tensor,
+            d=addresses.d_tensor,
+            scratch=scratch,
+        )
+
+
+def request(entry, operands, options):
+    """The request that these tensors make."""
+    framework = framework_of(operands)
+    return Request(entry, framework, layouts(framework, operands), options, margin_of(options))
+
+
+def margin_of(options):
+    """What the environment says of the overlap margin, unless the call does."""
+    return os.environ.get(MARGIN_VARIABLE, "0") if options.overlap_margin is None else None
+
+
+def framework_of(operands):
+    """The adapter for these tensors; torch is in `sys.modules` if one of its tensors can be here."""
+    torch = sys.modules.get("torch")
+    found = jax_arrays
+    if isinstance(operands.a_tensor, getattr(torch, "Tensor", ())):
+        found = torch_tensors
+    elif not isinstance(operands.a_tensor, jax.Array):
+        raise contract.foreign_operand("a_tensor", type(operands.a_tensor).__name__, None)
+    expected, name = (torch.Tensor, "torch tensor") if found is torch_tensors else (jax.Array, "JAX array")
+    for operand, x in zip(operands._fields, operands, strict=True):
+        if x is not None and not isinstance(x, expected):
+            raise contract.foreign_operand(operand, type(x).__name__, name)
+    return found
+
+
+def layouts(framework, operands):
+    return contract.StridedOperands(*[None if x is None else framework.layout(x) for x in operands])
+
+
+def plan_for(request):
+    """The `Plan` for a request, or the ValueError or RuntimeError that says what is wrong with it."""
+    try:
+        return _remembered(request)
+    except TypeError:
+        try:
+            hash(request)
+        except TypeError:  # a list among the options: legal or not, it is not worth remembering
+            return _plan(request)
+        raise
+
+
+def _plan(request):
+    entry, framework = request.entry, request.framework
+    operands = contract.StridedOperands(*[None if x is None else _named(framework, *x) for x in request.operands])
+    options = _named_options(request.options)
+    contract.check_arguments(entry, options, operands)
+    if framework is jax_arrays:
+        contract.check_no_jax_strides(operands)
+    device = operands.a_tensor.device
+    capability = None if device is None else framework.capability(device)
+    # A traced program may be for another machine: it is refused only for what this one's GPUs cannot run.
+    for found in ffi_call.cuda_capabilities() if device is None else (capability,):
+        contract.check_target(entry, device, found, kernels_only=framework is torch_tensors)
+    extents = contract.check_layouts(options, operands)
+    contract.check_outputs(options, operands)
+    call = _call(request, options, operands, extents)
+    arch = None if capability is None else ffi_call.architecture(capability)
+    contract.check_tile(call, () if arch is None else (arch,))
+    if request.margin is not None:
+        if device is None:  # only now: asking JAX for GPUs makes it claim their memory, which may be torch's to use
+            arch = next(iter(ffi_call.architectures()), None)
+        margin = _margin(request.margin, arch or (100 if entry.sm100 else 90), call)
+        call = dataclasses.replace(call, overlap_margin=margin)
+    bias = operands.bias_tensor
+    fixed = {
+        "the device": device,
+        "N": call.n,
+        "K": call.k,
+        "L": call.l,
+        "the dtype of bias_tensor": None if bias is None else bias.dtype,
+    }
+    return Plan(call, options.m_aligned, None if bias is None else bias.dtype, fixed)
+
+
+_remembered = functools.lru_cache(maxsize=REMEMBERED)(_plan)
+
+
+def _named(framework, shape, strides, dtype, device):
+    return contract.Layout(tuple(shape), strides, dtype_name(dtype), framework.device_of(device))
+
+
+def _named_options(options):
+    dtypes = {name: dtype_name(getattr(options, name)) for name in ("b_dtype", "acc_dtype", "c_dtype", "d_dtype")}
+    return options._replace(**dtypes)
+
+
+def _call(request, options, operands, extents):
+    """The native call of the same bytes; what is left to check is checked as there."""
+    m, n, k, l = (extents[symbol] for symbol in "MNKL")
+    weights = "dense" if operands.b_ptrs is None else "pointers"
+    b = {"dense": _struct((l, n, k) if options.b_major == "k" else (l, k, n), "bfloat16")}.get(weights)
+    native = contract.Options(
+        groups="offsets",
+        n=None if weights == "dense" else n,
+        b_major=options.b_major,
+        d_dtype=options.d_dtype,
+        implementation=None,
+        generate_c=options.generate_c,
+        c_dtype=options.c_dtype if options.generate_c else None,
+        use_dynamic_sched=options.use_dynamic_sched,
+        mma_tiler_mn=options.mma_tiler_mn,
+        cluster_shape_mn=options.cluster_shape_mn,
+        overlap_margin=0 if options.overlap_margin is None else options.overlap_margin,
+    )
+    arrays = contract.Operands(
+        a=_struct((m, k), "bfloat16"),
+        offsets=_struct((l,), "int32"),
+        alpha=_struct((l,), "float32"),
+        prob=_struct((m,), "float32"),
+        bias=None if operands.bias_tensor is None else _struct((l, n), operands.bias_tensor.dtype),
+        b=(_struct((8 * l,), "uint8") if b is None else b,),
+    )
+    return contract.check_call(native, weights, arrays)
+
+
+def _struct(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _margin(text, arch, call):
+    """The environment counts clusters; the kernels leave SMs free."""
+    if not text.strip().isdecimal():
+        raise contract.wrong_margin(MARGIN_VARIABLE, text)
+    tile = config.select_tile(arch, call.l, call.m, call.n, call.k, call.mma_tiler_mn, call.cluster_shape_mn)
+    # None: this wish is compiled for the other architecture only, where a program lowered from here may run.
+    return int(text) * (1 if tile is None else tile.cluster_m * tile.cluster_n)

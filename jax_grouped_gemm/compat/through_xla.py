@@ -1,0 +1,36 @@
+"""The native call on the document's shapes, as one program."""
+
+import functools
+
+import jax
+
+from jax_grouped_gemm.api import grouped_gemm
+
+
+@functools.partial(jax.jit, static_argnames="call")
+def forward(operands, *, call):
+    """D (M, N, 1), and C or None. operands: `contract.StridedOperands` of arrays, a_tensor (M, K, 1), prob (M, 1, 1).
+
+    b_tensor, if there, is the native array (L, N, K) or (L, K, N), and bias_tensor (L, N).
+    """
+    m, n, k = call.m, call.n, call.k
+    results = grouped_gemm(
+        operands.a_tensor.reshape(m, k),
+        operands.b_tensor,
+        b_ptrs=operands.b_ptrs,
+        n=None if operands.b_ptrs is None else n,
+        b_major=call.b_major,
+        offsets=operands.padded_offsets,
+        alpha=operands.alpha_tensor,
+        prob=operands.prob_tensor.reshape(m),
+        bias=operands.bias_tensor,
+        d_dtype=call.d_dtype,
+        generate_c=call.c_dtype is not None,
+        c_dtype=call.c_dtype,
+        use_dynamic_sched=call.dynamic,
+        mma_tiler_mn=call.mma_tiler_mn,
+        cluster_shape_mn=call.cluster_shape_mn,
+        overlap_margin=call.overlap_margin,
+    )
+    d, c = results if call.c_dtype is not None else (results, None)
+    return d.reshape(m, n, 1), None if c is None else c.reshape(m, n, 1)

@@ -1,0 +1,50 @@
+"""The debug switch: offsets of a traced program, whose values cannot be seen, are checked where it runs."""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+
+from jax_grouped_gemm import contract, reference
+
+SWITCH = "JAX_GROUPED_GEMM_DEBUG"
+
+
+def enabled():
+    """Whether a call that is traced now checks its offsets on the device."""
+    return os.environ.get(SWITCH, "") not in ("", "0")
+
+
+def checked(check, groups, m):
+    """These ends or sizes, for a traced call: a bad entry fails the program with the text of `check`, that of contract.
+
+    The device decides whether there is one; only then the host is asked, which finds the same entry and raises.
+    """
+
+    def fail(groups):
+        shape = jax.ShapeDtypeStruct(groups.shape, groups.dtype)
+        return io_callback(functools.partial(_raise, check, m), shape, groups)
+
+    # The result goes on to the call, so that nothing between the two is free to drop the check.
+    return lax.cond(_any_bad(check, groups, m), fail, lambda groups: groups, groups)
+
+
+def _raise(check, m, groups):
+    check(np.asarray(groups), m)
+    raise AssertionError("the device found a bad entry and the host did not")
+
+
+def _any_bad(check, groups, m):
+    """As `check` decides it. Up to the first bad entry, the previous ends are as given."""
+    if check is contract.check_offsets:
+        return jnp.any((groups < _before(groups)) | (groups > m))
+    return jnp.any((groups < 0) | (groups > m - _before(reference.ends_of(groups, m=m))))
+
+
+def _before(ends):
+    """For each end the one before it, 0 for the first."""
+    return jnp.concatenate([jnp.zeros(1, ends.dtype), ends])[:-1]

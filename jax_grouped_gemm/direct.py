@@ -1,0 +1,142 @@
+"""A call of the library by address, on a stream that XLA does not know."""
+
+import ctypes
+import functools
+
+from jax_grouped_gemm import contract, ffi_call, library
+
+
+class LibraryCall(ctypes.Structure):
+    """jgg_call of ffi/c_api.h."""
+
+    _fields_ = (
+        [("struct_size", ctypes.c_int64)]
+        + [(name, ctypes.c_char_p) for name in ("sm90", "sm100", "weights", "b_major", "d_dtype", "c_dtype", "bias_dtype")]
+        + [(name, ctypes.c_int64) for name in ("m", "n", "k", "l", "dynamic", "overlap_margin")]
+        + [(name, ctypes.c_uint64) for name in ("a", "offsets", "alpha", "prob", "bias", "b")]
+        + [("weight_addresses", ctypes.POINTER(ctypes.c_uint64))]
+        + [(name, ctypes.c_uint64) for name in ("d", "c", "scratch", "stream")]
+    )  # fmt: skip
+
+
+class Forward:
+    """Launches one `contract.Call` again and again: all but the addresses is prepared once.
+
+    Whoever calls it keeps every buffer alive until the stream is past the call, and has checked the operands: the
+    library checks only that it stays in bounds.
+    """
+
+    def __init__(self, call, bias_dtype=None):
+        why = library.registered()
+        if why is not None:
+            raise contract.no_library(why)
+        self.scratch_bytes = call.scratch_bytes
+        # Copies of a struct share its pointers but do not keep their targets alive: this one does.
+        self._template = LibraryCall(
+            struct_size=ctypes.sizeof(LibraryCall),
+            sm90=ffi_call.kernel_name(90, call).encode(),
+            sm100=ffi_call.kernel_name(100, call).encode(),
+            weights=call.weights.encode(),
+            b_major=call.b_major.encode(),
+            d_dtype=call.d_dtype.encode(),
+            c_dtype=_encoded(call.c_dtype),
+            bias_dtype=_encoded(bias_dtype),
+            m=call.m,
+            n=call.n,
+            k=call.k,
+            l=call.l,
+            dynamic=call.dynamic,
+            overlap_margin=call.overlap_margin,
+        )
+
+    def __call__(self, device, stream, **addresses):
+        """Enqueues the call. device: the GPU's ordinal; stream: a CUstream as an integer, 0 for the legacy default one.
+
+        addresses: by the names of jgg_call. Those of alpha, prob and bias may be left out (ones, ones, zeros);
+        weight_addresses, for weights "tuple", is a sequence.
+
+        Raises:
+          RuntimeError: what the library, or the driver, refuses.
+        """
+        weights = addresses.pop("weight_addresses", None)
+        call = LibraryCall.from_buffer_copy(self._template)
+        for name, address in addresses.items():
+            setattr(call, name, address)
+        if weights is not None:
+            call.weight_addresses = (ctypes.c_uint64 * len(weights))(*weights)
+        call.stream = stream
+        self._launch(device, call)
+
+    def load(self, device, stream=0):
+        """Loads the kernels, which a call does at its first use; a stream capture allows no loading."""
+        call = LibraryCall.from_buffer_copy(self._template)
+        call.m, call.stream = 0, stream  # no rows: nothing is launched
+        self._launch(device, call)
+
+    def _launch(self, device, call):
+        with PrimaryContext(device):
+            error = _library().jgg_forward(ctypes.byref(call))
+        if error is not None:
+            raise RuntimeError(error.decode())
+
+
+def _encoded(text):
+    return None if text is None else text.encode()
+
+
+@functools.cache
+def _library():
+    loaded = library.load()
+    loaded.jgg_forward.argtypes = [ctypes.POINTER(LibraryCall)]
+    loaded.jgg_forward.restype = ctypes.c_char_p
+    return loaded
+
+
+# --- the driver, for what the caller's framework would do -------------------------------------------------------------
+
+
+class PrimaryContext:
+    """Makes the context that every framework uses on a GPU current on this thread, which may have none."""
+
+    def __init__(self, device):
+        self._context = _retained(device)
+
+    def __enter__(self):
+        _checked("cuCtxPushCurrent_v2", self._context)
+
+    def __exit__(self, *error):
+        _driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+@functools.cache
+def _retained(device):
+    """Once per process and GPU; never released, as frameworks keep it as long."""
+    _checked("cuInit", 0)
+    context = ctypes.c_void_p()
+    _checked("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    return context
+
+
+def capturing(device, stream):
+    """The stream is being captured into a graph, so that nothing may be copied to the host."""
+    status = ctypes.c_int()
+    with PrimaryContext(device):
+        _checked("cuStreamIsCapturing", ctypes.c_void_p(stream), ctypes.byref(status))
+    return status.value != 0
+
+
+def synchronize(device, stream):
+    """Waits for a stream; JAX has no name for streams that XLA does not know."""
+    with PrimaryContext(device):
+        _checked("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+
+@functools.cache
+def _driver():
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _checked(name, *arguments):
+    code = getattr(_driver(), name)(*arguments)
+    if code:
+        raise contract.driver_failed(name, code)
