@@ -10,35 +10,98 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from benchmarks import arms
 from jax_grouped_gemm import library
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def host_microseconds(repeats=30, calls=16):
-    """Host time to queue one jitted call, beside that of a plain product of the same size. Small operands, so that the
-    queue never fills and only the host is measured."""
-    from jax_grouped_gemm import grouped_gemm
+    """Host time to queue one call of each kind, by name. Small operands, so that the queue never fills and only the host is measured."""
 
-    a = jnp.ones((256, 256), jnp.bfloat16)
-    b = jnp.ones((2, 256, 256), jnp.bfloat16)
-    ends = jnp.asarray([100, 256], jnp.int32)
-    ours = jax.jit(lambda a, b, offsets: grouped_gemm(a, b, offsets=offsets))
-    dense = jax.jit(lambda a, b: a @ b[0])
-
-    def median(function, *args):
-        jax.block_until_ready(function(*args))
+    def median(function):
+        wait = jax.block_until_ready
+        result = wait(function())
+        if not isinstance(result, jax.Array):
+            wait = _wait_for_torch
         samples = []
         for _ in range(repeats):
+            wait(result)
             start = time.perf_counter()
             for _ in range(calls):
-                result = function(*args)
+                result = function()
             samples.append((time.perf_counter() - start) / calls)
-            jax.block_until_ready(result)
+        wait(result)
         return 1e6 * statistics.median(samples)
 
-    return {"ours": median(ours, a, b, ends), "jnp_dot": median(dense, a, b)}
+    return {name: median(function) for name, function in {**_jax_calls(), **_torch_calls()}.items()}
+
+
+M, N, K, L = 512, 256, 256, 2
+
+
+def _jax_calls():
+    from jax_grouped_gemm import grouped_gemm, grouped_gemm_wrapper
+
+    a, b = jnp.ones((M, K), jnp.bfloat16), jnp.ones((L, N, K), jnp.bfloat16)
+    ends = jnp.asarray([256, 512], jnp.int32)
+    experts = [b[0] + 0, b[1] + 0]
+    pointers = np.array([w.unsafe_buffer_pointer() for w in experts], np.int64)
+    packed, a3, alpha, prob = jnp.asarray(pointers.view(np.uint8)), a[:, :, None], jnp.ones(L), jnp.ones((M, 1, 1))
+    jitted = jax.jit(lambda a, b, ends: grouped_gemm(a, b, offsets=ends))
+    dot = jax.jit(lambda a, b: a @ b[0])
+
+    def wrapper(experts=experts):  # which keeps the weights alive
+        return grouped_gemm_wrapper(a3, ends, alpha, b_ptrs=packed, n=N, b_dtype="bfloat16", prob_tensor=prob).d_tensor
+
+    return {
+        "jitted jnp.dot": lambda: dot(a, b),
+        "jitted grouped_gemm": lambda: jitted(a, b, ends),
+        "eager grouped_gemm": lambda: grouped_gemm(a, b, offsets=ends),
+        "grouped_gemm_wrapper, JAX arrays": wrapper,
+    }
+
+
+def _torch_calls():
+    """The document's names on CUDA tensors; nothing where there are none."""
+    try:
+        torch = arms.torch_on_gpu()
+    except arms.UnavailableError:
+        return {}
+    from jax_grouped_gemm import GroupedGemm, grouped_gemm_wrapper
+
+    def ones(*shape, dtype=torch.float32):
+        return torch.ones(shape, dtype=dtype, device="cuda")
+
+    a, b = ones(M, K, 1, dtype=torch.bfloat16), ones(L, N, K, dtype=torch.bfloat16)
+    ends = torch.tensor([256, 512], dtype=torch.int32, device="cuda")
+    pointers = torch.tensor([w.data_ptr() for w in b], device="cuda")
+    alpha, prob = ones(L), ones(M, 1, 1)
+    dense, d = b.permute(1, 2, 0), ones(M, N, 1, dtype=torch.bfloat16)
+    operation = GroupedGemm(a, None, d, ends, alpha, sample_b=dense, sample_prob=prob)
+    operation.compile()
+
+    def execute():
+        operation.execute(a, None, d, ends, alpha, b_tensor=dense, prob_tensor=prob)
+        return d
+
+    def by_pointer():
+        return grouped_gemm_wrapper(
+            a, ends, alpha, b_ptrs=pointers, n=N, b_dtype=torch.bfloat16, prob_tensor=prob, use_dynamic_sched=True
+        ).d_tensor
+
+    return {
+        "torch.mm": lambda: torch.mm(a[:, :, 0], b[0]),
+        "grouped_gemm_wrapper, torch": lambda: grouped_gemm_wrapper(a, ends, alpha, dense, prob_tensor=prob).d_tensor,
+        "grouped_gemm_wrapper, torch, b_ptrs and dynamic": by_pointer,
+        "GroupedGemm.execute, torch": execute,
+    }
+
+
+def _wait_for_torch(result):
+    sys.modules["torch"].cuda.synchronize(result.device)
 
 
 _FIRST_CALL = """

@@ -78,9 +78,7 @@ def markdown(result):
                 lines.append(f"- {row['name']}, {name}: {arm['skipped']}")
     figures = result.get("figures", {})
     if host := figures.get("host_microseconds"):
-        lines.append(
-            f"- host time per jitted call: ours {host['ours']:.1f} us, a plain product {host['jnp_dot']:.1f} us"
-        )
+        lines.append("- host time to queue a call: " + ", ".join(f"{name} {us:.1f} us" for name, us in host.items()))
     if first := figures.get("first_call_seconds"):
         if "failed" in first:
             lines.append(f"- first call in a fresh process failed: {first['failed']}")
