@@ -17,7 +17,17 @@ Problem ProblemOf(const jgg_call& call) {
   Problem problem;
   problem.weights = ParseWeights(View(call.weights));
   problem.b_major = ParseMajor(View(call.b_major));
-  problem.d_element = ParseElement(View(call.d_dtype));
+  problem.d_element = ParseElement("d_dtype", View(call.d_dtype));
+  if (call.c_dtype != nullptr) problem.c_element = ParseElement("c_dtype", call.c_dtype);
+  if (call.bias_dtype != nullptr) {
+    problem.bias_element = ParseElement("bias_dtype", call.bias_dtype);
+  }
+  if (call.dynamic != 0 && call.dynamic != 1) {
+    InvalidArgument("dynamic must be 0 or 1; got ", call.dynamic,
+                    "; pass 1 for a dynamic schedule");
+  }
+  problem.dynamic = call.dynamic == 1;
+  problem.overlap_margin = call.overlap_margin;
   problem.m = call.m;
   problem.n = call.n;
   problem.k = call.k;
@@ -28,7 +38,9 @@ Problem ProblemOf(const jgg_call& call) {
   problem.offsets = call.offsets;
   problem.alpha = call.alpha;
   problem.prob = call.prob;
+  problem.bias = call.bias;
   problem.d = call.d;
+  problem.c = call.c;
   problem.scratch = call.scratch;
   return problem;
 }

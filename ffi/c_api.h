@@ -33,21 +33,27 @@ JGG_EXPORT const char* jgg_driver_status(void);
 /* One forward call on the caller's stream and device addresses. */
 typedef struct jgg_call {
   int64_t struct_size; /* sizeof(jgg_call) */
-  const char* sm90;    /* names of the forward kernels */
+  const char* sm90;    /* names of the forward kernels; null or "": none for that architecture */
   const char* sm100;
-  const char* weights; /* "dense", "pointers" or "tuple" */
-  const char* b_major; /* "k" or "n" */
-  const char* d_dtype; /* "bfloat16", "float16" or "float32" */
+  const char* weights;    /* "dense", "pointers" or "tuple" */
+  const char* b_major;    /* "k" or "n" */
+  const char* d_dtype;    /* "bfloat16", "float16" or "float32" */
+  const char* c_dtype;    /* the same; null: no C */
+  const char* bias_dtype; /* the same; null: no bias */
   int64_t m, n, k, l;
+  int64_t dynamic;                  /* 1: CTAs take tiles from a counter in scratch; 0: static */
+  int64_t overlap_margin;           /* SMs left free, 0 or more */
   uint64_t a;                       /* BF16 (m, k) */
   uint64_t offsets;                 /* int32 (l,) ends of the groups */
   uint64_t alpha;                   /* float32 (l,); 0: ones */
   uint64_t prob;                    /* float32 (m,); 0: ones */
+  uint64_t bias;                    /* (l, n); 0: no bias */
   uint64_t b;                       /* dense: BF16 weights; pointers: int64 (l,); tuple: 0 */
   const uint64_t* weight_addresses; /* tuple: l device addresses in host memory; else null */
   uint64_t d;                       /* (m, n) */
-  uint64_t scratch; /* 128 l bytes, aligned to 128, not for dense; alive until the stream is past
-                       the call */
+  uint64_t c;                       /* (m, n); 0: no C */
+  uint64_t scratch; /* 128 l bytes unless dense, then 128 if dynamic; aligned to 128; alive until
+                       the stream is past the call; 0 if it has no bytes */
   uint64_t stream;  /* CUstream; 0: legacy default stream of the current context */
 } jgg_call;
 

@@ -18,11 +18,26 @@ std::string Device::Describe() const {
               capability_minor, ")");
 }
 
+const Kernel& ForwardKernels::For(const Device& device) const {
+  const int32_t arch = device.Arch();
+  const Kernel* kernel = arch == 90 ? sm90 : sm100;
+  if (kernel == nullptr) {
+    FailedPrecondition("the program has no kernel for ", device.Describe(),
+                       ": its mma_tiler_mn or cluster_shape_mn is compiled for sm_",
+                       arch == 90 ? 100 : 90, " only; leave both out, or name a tile of sm_", arch);
+  }
+  return *kernel;
+}
+
+std::string ForwardKernels::Describe() const {
+  if (sm90 == nullptr) return std::string(sm100->name);
+  if (sm100 == nullptr) return std::string(sm90->name);
+  return Text(sm90->name, " or ", sm100->name);
+}
+
 std::string Where::Describe() const {
-  return Text(
-      "kernel ",
-      kernel ? std::string(kernel->name) : Text(kernels.sm90->name, " or ", kernels.sm100->name),
-      ", ", device ? device->Describe() : "device of the given stream");
+  return Text("kernel ", kernel ? std::string(kernel->name) : kernels.Describe(), ", ",
+              device ? device->Describe() : "device of the given stream");
 }
 
 void Check(const Driver& driver, CUresult result, const char* call, const Where& where) {

@@ -24,12 +24,13 @@ struct Device {
   std::string Describe() const;
 };
 
-// The forward kernel of a call for each architecture.
+// The forward kernel of a call for each architecture. One may be null: the call has none for that.
 struct ForwardKernels {
   const Kernel* sm90 = nullptr;
   const Kernel* sm100 = nullptr;
 
-  const Kernel& For(const Device& device) const { return device.Arch() == 90 ? *sm90 : *sm100; }
+  const Kernel& For(const Device& device) const;  // an error if there is none
+  std::string Describe() const;
 };
 
 // What a driver error names besides the call that failed.

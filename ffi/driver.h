@@ -29,6 +29,7 @@ namespace jgg {
   X(cuFuncLoad, 12040)                   \
   X(cuOccupancyMaxActiveClusters, 11070) \
   X(cuTensorMapEncodeTiled, 12000)       \
+  X(cuMemsetD32Async, 3020)              \
   X(cuLaunchKernelEx, 11060)
 
 // cuda.h renames some of these names by macros; pasting keeps them as written.

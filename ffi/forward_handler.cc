@@ -19,14 +19,18 @@ struct ForwardAttributes {
   std::string_view b_major;
   bool has_alpha;
   bool has_prob;
+  bool has_bias;
+  bool has_c;
+  bool dynamic;
+  int64_t overlap_margin;
   int64_t n;
   std::string_view build_id;
 };
 
 namespace {
 
-Element ElementOf(const ffi::AnyBuffer& d) {
-  switch (d.element_type()) {
+Element ElementOf(const ffi::AnyBuffer& buffer, const char* name, const char* axes) {
+  switch (buffer.element_type()) {
     case ffi::BF16:
       return BF16;
     case ffi::F16:
@@ -34,8 +38,16 @@ Element ElementOf(const ffi::AnyBuffer& d) {
     case ffi::F32:
       return F32;
     default:
-      Mismatch(d, "d", "BF16, F16 or F32 (M, N)");
+      Mismatch(buffer, name, Text("BF16, F16 or F32 ", axes));
   }
+}
+
+// As Expect, for a buffer of any element type that the kernels write or add; which one goes to
+// `element`.
+Address ExpectAnyElement(const ffi::AnyBuffer& buffer, const char* name, const char* axes,
+                         std::initializer_list<int64_t> dims, Element* element) {
+  *element = ElementOf(buffer, name, axes);
+  return Expect(buffer, name, buffer.element_type(), axes, dims);
 }
 
 void ExpectCount(const char* what, size_t found, size_t expected) {
@@ -62,9 +74,12 @@ DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
   p.b_major = ParseMajor(attributes.b_major);
   const bool dense = p.weights == Weights::kDense;
   const bool tuple = p.weights == Weights::kTuple;
-  const size_t first_weight = 2 + attributes.has_alpha + attributes.has_prob;
+  p.dynamic = attributes.dynamic;
+  p.overlap_margin = attributes.overlap_margin;
+  const bool has_scratch = !dense || p.dynamic;
+  const size_t first_weight = 2 + attributes.has_alpha + attributes.has_prob + attributes.has_bias;
   if (args.size() < first_weight) ExpectCount("operands", args.size(), first_weight + 1);
-  ExpectCount("results", rets.size(), dense ? 1 : 2);
+  ExpectCount("results", rets.size(), 1 + attributes.has_c + has_scratch);
 
   const ffi::AnyBuffer a = operand(0);
   const ffi::AnyBuffer offsets = operand(1);
@@ -81,6 +96,9 @@ DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
   size_t next = 2;
   if (attributes.has_alpha) p.alpha = Expect(operand(next++), "alpha", ffi::F32, "(L,)", {p.l});
   if (attributes.has_prob) p.prob = Expect(operand(next++), "prob", ffi::F32, "(M,)", {p.m});
+  if (attributes.has_bias) {
+    p.bias = ExpectAnyElement(operand(next++), "bias", "(L, N)", {p.l, p.n}, &p.bias_element);
+  }
 
   const bool k_major = p.b_major == K_MAJOR;
   const char* axes =
@@ -98,10 +116,14 @@ DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
     p.weight_addresses = call.weight_addresses.data();
   }
 
-  const ffi::AnyBuffer d = result(0);
-  p.d_element = ElementOf(d);
-  p.d = Expect(d, "d", d.element_type(), "(M, N)", {p.m, p.n});
-  if (!dense) p.scratch = Expect(result(1), "scratch", ffi::U8, "(128 L,)", {128 * p.l});
+  p.d = ExpectAnyElement(result(0), "d", "(M, N)", {p.m, p.n}, &p.d_element);
+  if (attributes.has_c) {
+    p.c = ExpectAnyElement(result(1), "c", "(M, N)", {p.m, p.n}, &p.c_element);
+  }
+  if (has_scratch) {
+    const char* bytes = dense ? "(128,)" : p.dynamic ? "(128 L + 128,)" : "(128 L,)";
+    p.scratch = Expect(result(rets.size() - 1), "scratch", ffi::U8, bytes, {p.ScratchBytes()});
+  }
   return call;
 }
 
@@ -139,15 +161,15 @@ ffi::Error Execute(CUstream stream, ffi::RemainingArgs args, ffi::RemainingRets 
 }  // namespace
 }  // namespace jgg
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jgg::ForwardAttributes,
-                                      xla::ffi::StructMember<std::string_view>("sm90"),
-                                      xla::ffi::StructMember<std::string_view>("sm100"),
-                                      xla::ffi::StructMember<std::string_view>("weights"),
-                                      xla::ffi::StructMember<std::string_view>("b_major"),
-                                      xla::ffi::StructMember<bool>("has_alpha"),
-                                      xla::ffi::StructMember<bool>("has_prob"),
-                                      xla::ffi::StructMember<int64_t>("n"),
-                                      xla::ffi::StructMember<std::string_view>("build_id"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jgg::ForwardAttributes, xla::ffi::StructMember<std::string_view>("sm90"),
+    xla::ffi::StructMember<std::string_view>("sm100"),
+    xla::ffi::StructMember<std::string_view>("weights"),
+    xla::ffi::StructMember<std::string_view>("b_major"), xla::ffi::StructMember<bool>("has_alpha"),
+    xla::ffi::StructMember<bool>("has_prob"), xla::ffi::StructMember<bool>("has_bias"),
+    xla::ffi::StructMember<bool>("has_c"), xla::ffi::StructMember<bool>("dynamic"),
+    xla::ffi::StructMember<int64_t>("overlap_margin"), xla::ffi::StructMember<int64_t>("n"),
+    xla::ffi::StructMember<std::string_view>("build_id"));
 
 // Every stage takes operands and results, whether or not a runtime passes them that early.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jgg_forward_instantiate, jgg::Instantiate,

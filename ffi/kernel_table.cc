@@ -68,8 +68,8 @@ size_t Kernel::AddressCount() const {
 }
 
 uint32_t FieldBytes(Field field) {
-  if (field <= MAP_D) return 128;
-  if (field <= PTR_PROB || field >= ADDRESS_0) return 8;
+  if (field <= MAP_C) return 128;
+  if (field <= PTR_BIAS || field >= ADDRESS_0) return 8;
   return 4;
 }
 
@@ -99,16 +99,35 @@ std::string Inconsistency(const Kernel& kernel) {
               << " lies outside the parameters";
     }
   }
-  auto expect_map = [&](Field field, uint32_t rank) {
+  auto expect_map = [&](Field field, uint32_t rank, Element element) {
     const MapSpec* map = kernel.FindMap(field);
     if (map == nullptr || map->rank != rank) {
       problem << "no map of rank " << rank << " for field " << field;
+    } else if (map->element != element) {
+      problem << "the map for field " << field << " has element " << map->element << ", expected "
+              << element;
+    }
+  };
+  auto expect_together = [&](Field field, bool other, const char* what) {
+    if (kernel.Takes(field) != other) {
+      problem << "field " << field << " and " << what << " must come together";
     }
   };
   if (kernel.kind == FORWARD) {
-    expect_map(MAP_A, 2);
-    expect_map(MAP_B, 3);
-    if (kernel.Takes(MAP_D)) expect_map(MAP_D, 3);
+    expect_map(MAP_A, 2, BF16);
+    expect_map(MAP_B, 3, BF16);
+    if (kernel.Takes(MAP_D)) expect_map(MAP_D, 3, kernel.d_element);
+    if (kernel.Takes(MAP_C)) expect_map(MAP_C, 3, kernel.c_element);
+    expect_together(MAP_C, kernel.c_element != NONE, "an element of C");
+    expect_together(TYPE_C, kernel.c_element == ANY16, "a C of either 16-bit type");
+    expect_together(TYPE_D, kernel.d_element == ANY16, "a D of either 16-bit type");
+    expect_together(TYPE_BIAS, kernel.Takes(PTR_BIAS), "PTR_BIAS");
+    const MapSpec* map_d = kernel.FindMap(MAP_D);
+    const MapSpec* map_c = kernel.FindMap(MAP_C);
+    // DIM_D_ROWS serves both.
+    if (map_d != nullptr && map_c != nullptr && map_d->box[1] != map_c->box[1]) {
+      problem << "the boxes of C and D differ in rows";
+    }
     if (!kernel.Takes(MAP_B) && !kernel.Takes(PTR_MAPS)) {
       problem << "takes neither MAP_B nor PTR_MAPS";
     }

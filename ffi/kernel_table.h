@@ -17,11 +17,14 @@ enum Field : int32_t {
   MAP_A,
   MAP_B,
   MAP_D,
+  MAP_C,
   PTR_MAPS,
   PTR_POINTERS,
   PTR_OFFSETS,
+  PTR_COUNTER,
   PTR_ALPHA,
   PTR_PROB,
+  PTR_BIAS,
   DIM_M,
   DIM_N,
   DIM_K,
@@ -30,13 +33,20 @@ enum Field : int32_t {
   DIM_D_ROWS,
   FIRST,
   COUNT,
+  TYPE_BIAS,
+  TYPE_C,
+  TYPE_D,
   ADDRESS_0 = 1000,  // ADDRESS_i is 1000 + i
 };
 
 constexpr Field ADDRESS(int32_t i) { return static_cast<Field>(ADDRESS_0 + i); }
 
 enum Kind { FORWARD, MAPS_FROM_MEMORY, MAPS_BY_VALUE };
-enum Element { NONE, BF16, F16, F32 };
+
+// The kernels know these numbers too: the fields TYPE_* hold them. ANY16, of a kernel only: BF16 or
+// F16, as the call says.
+enum Element { NONE, BF16, F16, F32, ANY16 };
+
 enum Major { K_MAJOR, N_MAJOR };
 
 struct Param {
@@ -78,6 +88,7 @@ struct Kernel {
   Extent tile = {0, 0};
   Major b_major = K_MAJOR;
   Element d_element = NONE;
+  Element c_element = NONE;        // NONE: writes no C
   std::vector<MapSpec> maps = {};  // a kernel that reads B's maps from memory lists MAP_B too
 
   bool Takes(Field field) const;

@@ -11,7 +11,8 @@
 
 namespace jgg {
 
-// The forward kernels of a call by name; an error names the one that this build lacks.
+// The forward kernels of a call by name; an error names the one that this build lacks. One of the
+// names may be empty: the call has no kernel for that architecture.
 ForwardKernels FindForwardKernels(std::string_view sm90, std::string_view sm100);
 
 // Loads what a call needs on the stream's device; an error if that would be under stream capture.

@@ -16,16 +16,22 @@ const void* ValueOf(Field field, const FieldValues& values) {
       return &values.map_b;
     case MAP_D:
       return &values.map_d;
+    case MAP_C:
+      return &values.map_c;
     case PTR_MAPS:
       return &values.maps;
     case PTR_POINTERS:
       return &values.pointers;
     case PTR_OFFSETS:
       return &values.offsets;
+    case PTR_COUNTER:
+      return &values.counter;
     case PTR_ALPHA:
       return &values.alpha;
     case PTR_PROB:
       return &values.prob;
+    case PTR_BIAS:
+      return &values.bias;
     case DIM_M:
       return &values.m;
     case DIM_N:
@@ -42,6 +48,12 @@ const void* ValueOf(Field field, const FieldValues& values) {
       return &values.first;
     case COUNT:
       return &values.count;
+    case TYPE_BIAS:
+      return &values.type_bias;
+    case TYPE_C:
+      return &values.type_c;
+    case TYPE_D:
+      return &values.type_d;
     case ADDRESS_0:
       break;
   }

@@ -17,11 +17,11 @@ Major ParseMajor(std::string_view word) {
   InvalidArgument("b_major must be 'k' or 'n'; got '", word, "'");
 }
 
-Element ParseElement(std::string_view word) {
+Element ParseElement(const char* name, std::string_view word) {
   if (word == "bfloat16") return BF16;
   if (word == "float16") return F16;
   if (word == "float32") return F32;
-  InvalidArgument("d_dtype must be 'bfloat16', 'float16' or 'float32'; got '", word, "'");
+  InvalidArgument(name, " must be 'bfloat16', 'float16' or 'float32'; got '", word, "'");
 }
 
 }  // namespace jgg

@@ -1,4 +1,6 @@
-// One forward call: D (M, N) = rows of A (M, K), grouped by offsets (L,), times each group's B.
+// One forward call: D (M, N) = rows of A (M, K), grouped by offsets (L,), times each group's B,
+// scaled, plus each group's bias. C (M, N), if asked for, is D before `prob` (with a bias: D
+// itself) in a type of its own.
 
 #ifndef JGG_PROBLEM_H_
 #define JGG_PROBLEM_H_
@@ -18,6 +20,8 @@ struct Problem {
   Weights weights = Weights::kDense;
   Major b_major = K_MAJOR;
   Element d_element = BF16;
+  Element c_element = NONE;     // NONE: no C
+  Element bias_element = NONE;  // NONE: no bias
   int64_t m = 0, n = 0, k = 0, l = 0;
   Address a = 0;
   Address b = 0;                              // dense: the weights; pointers: their L addresses
@@ -25,14 +29,23 @@ struct Problem {
   Address offsets = 0;
   Address alpha = 0;  // 0: ones
   Address prob = 0;   // 0: ones
+  Address bias = 0;   // 0: no bias
   Address d = 0;
-  Address scratch = 0;  // pointers and tuple: L tensor maps
+  Address c = 0;               // 0: no C
+  Address scratch = 0;         // ScratchBytes(), 0 if that is 0
+  bool dynamic = false;        // CTAs take tiles from a counter instead of striding over them
+  int64_t overlap_margin = 0;  // SMs left to others
+
+  // Scratch holds L tensor maps of B, not for dense weights, then the counter's 128 bytes, for a
+  // dynamic schedule.
+  int64_t MapsBytes() const { return weights == Weights::kDense ? 0 : 128 * l; }
+  int64_t ScratchBytes() const { return MapsBytes() + (dynamic ? 128 : 0); }
 };
 
 // The words that the borders use for them; anything else is an error that lists the choices.
 Weights ParseWeights(std::string_view word);
 Major ParseMajor(std::string_view word);
-Element ParseElement(std::string_view word);
+Element ParseElement(const char* name, std::string_view word);
 
 }  // namespace jgg
 

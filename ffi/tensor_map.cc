@@ -31,15 +31,27 @@ CUtensorMapSwizzle Swizzle(uint32_t bytes) {
 
 uint64_t U(int64_t extent) { return static_cast<uint64_t>(extent); }
 
+TensorView ViewRagged(const char* name, Element element, Address base, const Problem& p,
+                      uint32_t box_rows) {
+  const uint64_t row_bytes = U(p.n) * ElementBytes(element);
+  return {name,
+          element,
+          base - box_rows * row_bytes,
+          3,
+          {U(p.n), box_rows, U(p.m) + box_rows},
+          {row_bytes, row_bytes}};
+}
+
 }  // namespace
 
-TensorView ViewA(const Problem& p) { return {"a", p.a, 2, {U(p.k), U(p.m)}, {U(p.k) * 2}}; }
+TensorView ViewA(const Problem& p) { return {"a", BF16, p.a, 2, {U(p.k), U(p.m)}, {U(p.k) * 2}}; }
 
 TensorView ViewB(const Problem& p) {
   const bool dense = p.weights == Weights::kDense;
   const uint64_t inner = U(p.b_major == K_MAJOR ? p.k : p.n);
   const uint64_t outer = U(p.b_major == K_MAJOR ? p.n : p.k);
   return {"b",
+          BF16,
           dense ? p.b : p.a,
           3,
           {inner, outer, dense ? U(p.l) : 1},
@@ -47,12 +59,11 @@ TensorView ViewB(const Problem& p) {
 }
 
 TensorView ViewRaggedD(const Problem& p, uint32_t box_rows) {
-  const uint64_t row_bytes = U(p.n) * ElementBytes(p.d_element);
-  return {"d",
-          p.d - box_rows * row_bytes,
-          3,
-          {U(p.n), box_rows, U(p.m) + box_rows},
-          {row_bytes, row_bytes}};
+  return ViewRagged("d", p.d_element, p.d, p, box_rows);
+}
+
+TensorView ViewRaggedC(const Problem& p, uint32_t box_rows) {
+  return ViewRagged("c", p.c_element, p.c, p, box_rows);
 }
 
 void Encode(const Driver& driver, const TensorView& view, const MapSpec& spec, const Where& where,
@@ -67,7 +78,7 @@ void Encode(const Driver& driver, const TensorView& view, const MapSpec& spec, c
   constexpr uint32_t kElementStrides[5] = {1, 1, 1, 1, 1};
   Check(driver,
         driver.cuTensorMapEncodeTiled_(
-            map, DataType(spec.element), view.rank, reinterpret_cast<void*>(view.base), view.dims,
+            map, DataType(view.element), view.rank, reinterpret_cast<void*>(view.base), view.dims,
             view.strides, spec.box, kElementStrides, CU_TENSOR_MAP_INTERLEAVE_NONE,
             Swizzle(spec.swizzle_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),

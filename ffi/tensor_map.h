@@ -13,6 +13,7 @@ namespace jgg {
 // A strided view, innermost dimension first. The innermost stride is one element.
 struct TensorView {
   const char* name;  // for errors
+  Element element;
   Address base;
   uint32_t rank;
   uint64_t dims[5];
@@ -25,10 +26,12 @@ TensorView ViewA(const Problem& problem);
 // device, and A's address stands in for it.
 TensorView ViewB(const Problem& problem);
 
-// D with an additional dimension of `box_rows`, so that a box can be cut off at any row. See
+// D, or C, with an additional dimension of `box_rows`, so that a box can be cut off at any row. See
 // "Ragged store" in docs/architecture.md.
 TensorView ViewRaggedD(const Problem& problem, uint32_t box_rows);
+TensorView ViewRaggedC(const Problem& problem, uint32_t box_rows);
 
+// The element is the view's: the table's may leave open which one.
 // Writes to where the map stays: GCC 12 without optimisation misaligns a returned temporary.
 void Encode(const Driver& driver, const TensorView& view, const MapSpec& spec, const Where& where,
             CUtensorMap* map);

@@ -98,7 +98,7 @@ def test_loads_without_a_gpu(library):
     assert library.jgg_build_id() == b"fake-build"
     count = library.jgg_kernel_count()
     names = [library.jgg_kernel_name(i) for i in range(count)]
-    assert len(set(names)) == count == 10
+    assert len(set(names)) == count == 13
     assert library.jgg_kernel_name(count) is None
     assert library.jgg_kernel_name(-1) is None
     status = library.jgg_driver_status()
@@ -194,6 +194,10 @@ def forward(library):
             "b_major": "k",
             "has_alpha": False,
             "has_prob": False,
+            "has_bias": False,
+            "has_c": False,
+            "dynamic": False,
+            "overlap_margin": np.int64(0),
             "n": np.int64(32),
             "build_id": "fake-build",
             **changes,
@@ -212,6 +216,9 @@ def forward(library):
         ({"sm90": "sm90_gone"}, "no forward kernel 'sm90_gone' for sm_90: the program was lowered for another build"),
         ({"weights": "sparse"}, "weights must be 'dense', 'pointers' or 'tuple'; got 'sparse'"),
         ({"n": np.int32(32)}, "Wrong scalar data type"),
+        ({"overlap_margin": np.int32(0)}, "Wrong scalar data type"),
+        ({"has_c": np.int64(0)}, "Wrong scalar data type"),
+        ({"sm90": "", "sm100": ""}, "sm90 or sm100 must name a forward kernel; got neither"),
     ],
 )
 def test_instantiate_refuses(forward, changes, message):
@@ -219,7 +226,10 @@ def test_instantiate_refuses(forward, changes, message):
         forward(**changes)
 
 
-def test_instantiate_decodes_what_jax_passes(forward):
+@pytest.mark.parametrize(
+    "changes", [{}, {"sm100": ""}, {"sm90": ""}, {"has_bias": True, "has_c": True, "dynamic": True}]
+)
+def test_instantiate_decodes_what_jax_passes(forward, changes):
     """Attributes pass instantiate; the CPU then has no stream to launch on."""
     with on_cpu(), pytest.raises(Exception, match="stream"):
-        forward()
+        forward(**changes)

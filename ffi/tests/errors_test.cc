@@ -66,6 +66,19 @@ TEST(EveryDriverCallInExecute) {
   }
 }
 
+TEST(ACounterThatCannotBeReset) {
+  FakeDriver fake;
+  const CUstream stream = fake.AddDevice(9, 0);
+  LoadForward(PointerKernels(), Weights::kPointers, stream);
+  fake.FailAt("cuMemsetD32Async");
+  const std::string error = check::Thrown(
+      [&] { LaunchForward(PointerKernels(), Dynamic(PointerProblem(64, 64, 64, 2)), stream); });
+  CHECK_CONTAINS(error, "cuMemsetD32Async failed: CUDA_ERROR_FAKE");
+  CHECK_CONTAINS(error, "kernel sm90_pointers_bk_f16_scaled");
+  CHECK_EQ(fake.launched.size(), 0u);
+  CHECK_EQ(ContextDepth(), 0u);
+}
+
 TEST(PrologueLaunchIsNamed) {
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
@@ -88,6 +101,53 @@ TEST(UnsupportedDevices) {
     CHECK_CONTAINS(error, "implementation=\"reference\"");
     CHECK_EQ(fake.loads.size(), 0u);
   }
+}
+
+TEST(KernelsOfOneArchitecture) {
+  FakeDriver fake;
+  const CUstream hopper = fake.AddDevice(9, 0, "Fake H200");
+  const CUstream blackwell = fake.AddDevice(10, 0, "Fake B200");
+  struct Case {
+    const char *sm90, *sm100;
+    CUstream at_home, elsewhere;
+    std::vector<const char*> parts;
+  };
+  const std::vector<Case> cases = {
+      {"sm90_dense_bk_bf16_plain",
+       "",
+       hopper,
+       blackwell,
+       {"no kernel for device 1 (Fake B200, compute capability 10.0)",
+        "mma_tiler_mn or cluster_shape_mn is compiled for sm_90 only",
+        "leave both out, or name a tile of sm_100"}},
+      {"",
+       "sm100_dense_bk_bf16_plain",
+       blackwell,
+       hopper,
+       {"no kernel for device 0 (Fake H200, compute capability 9.0)",
+        "mma_tiler_mn or cluster_shape_mn is compiled for sm_100 only",
+        "leave both out, or name a tile of sm_90"}},
+  };
+  for (const Case& c : cases) {
+    const ForwardKernels kernels = FindForwardKernels(c.sm90, c.sm100);
+    LoadForward(kernels, Weights::kDense, c.at_home);
+    LaunchForward(kernels, DenseProblem(64, 64, 64, 2), c.at_home);
+    const std::string load =
+        check::Thrown([&] { LoadForward(kernels, Weights::kDense, c.elsewhere); });
+    const std::string launch =
+        check::Thrown([&] { LaunchForward(kernels, DenseProblem(64, 64, 64, 2), c.elsewhere); });
+    for (const char* part : c.parts) {
+      CHECK_CONTAINS(load, part);
+      CHECK_CONTAINS(launch, part);
+    }
+    // Errors from before a kernel is chosen name the one that there is.
+    fake.FailAt("cuStreamGetCtx");
+    CHECK_CONTAINS(check::Thrown([&] { LoadForward(kernels, Weights::kDense, c.at_home); }),
+                   Text("; kernel ", c.sm90, c.sm100, ", device of the given stream"));
+    fake.FailAt("");
+  }
+  CHECK_EQ(fake.launched.size(), 2u);
+  CHECK_EQ(ContextDepth(), 0u);
 }
 
 TEST(Operands) {
@@ -124,6 +184,27 @@ TEST(Operands) {
          p.scratch = kScratch;
        },
        {"does not take weights in this form"}},
+      {[](Problem& p) { p = WithBias(p, F32); }, {"does not add bias"}},
+      {[](Problem& p) { p = WithC(p, BF16, BF16); }, {"does not write c;"}},
+      {[](Problem& p) { p.bias = kBias; },
+       {"bias must be null where bias_dtype is missing; got address 0x7f6000000004", "pass both"}},
+      {[](Problem& p) { p.c = kC; },
+       {"c must be null where c_dtype is missing; got address 0x7f9000000100", "pass both"}},
+      {[](Problem& p) { p.dynamic = true; }, {"scratch must be a device address; got null"}},
+      {[](Problem& p) {
+         p.dynamic = true;
+         p.scratch = kScratch + 64;
+       },
+       {"scratch must be aligned to 128 bytes"}},
+      {[](Problem& p) { p.overlap_margin = -1; },
+       {"overlap_margin must be between 0 and 118 SMs", "60 clusters of 2 CTAs", "got -1",
+        "device 0 (Fake GPU", "pass 0 to use every SM"}},
+      {[](Problem& p) { p.overlap_margin = 119; },
+       {"overlap_margin must be between 0 and 118 SMs", "got 119"}},
+      {[](Problem& p) { p.overlap_margin = std::numeric_limits<int64_t>::max(); },
+       {"overlap_margin must be between 0 and 118 SMs", "got 9223372036854775807"}},
+      {[](Problem& p) { p.overlap_margin = std::numeric_limits<int64_t>::min(); },
+       {"overlap_margin must be between 0 and 118 SMs", "got -9223372036854775808"}},
   };
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
@@ -136,6 +217,56 @@ TEST(Operands) {
     CHECK_EQ(ContextDepth(), 0u);
   }
   CHECK_EQ(fake.launched.size(), 0u);
+  CHECK_EQ(fake.memsets.size(), 0u);
+}
+
+TEST(BiasAndCOperands) {
+  struct Case {
+    std::function<void(Problem&)> spoil;
+    const char* part;
+  };
+  FakeDriver fake;
+  const CUstream stream = fake.AddDevice(9, 0);
+  auto check_all = [&](const ForwardKernels& kernels, const Problem& good,
+                       const std::vector<Case>& cases) {
+    LoadForward(kernels, good.weights, stream);
+    LaunchForward(kernels, good, stream);
+    fake.launched.clear();
+    for (const Case& c : cases) {
+      Problem p = good;
+      c.spoil(p);
+      CHECK_CONTAINS(check::Thrown([&] { LaunchForward(kernels, p, stream); }), c.part);
+      CHECK_EQ(ContextDepth(), 0u);
+    }
+    CHECK_EQ(fake.launched.size(), 0u);
+  };
+  check_all(
+      BiasKernels(), WithBias(DenseProblem(64, 64, 64, 2), F32),
+      {{[](Problem& p) { p.bias = 0; }, "bias must be a device address; got null"},
+       {[](Problem& p) { p.bias += 2; }, "bias must be aligned to 4 bytes"},
+       {[](Problem& p) { p.bias += 1, p.bias_element = BF16; }, "bias must be aligned to 2 bytes"},
+       {[](Problem& p) { p.bias += 1, p.bias_element = F16; }, "bias must be aligned to 2 bytes"},
+       {[](Problem& p) { p.bias = 0, p.bias_element = NONE; },
+        "kernel sm90_dense_bk_bf16_bias does not leave bias out; name the kernel"},
+       {[](Problem& p) { p = WithC(p, BF16, F32); }, "does not write c;"}});
+  check_all(DenseCKernels(), WithC(DenseProblem(64, 64, 64, 2), F32, F16),
+            {{[](Problem& p) { p.c = 0; }, "c must be a device address; got null"},
+             {[](Problem& p) { p.c += 8; }, "c must be aligned to 16 bytes"},
+             {[](Problem& p) { p.c = 0, p.c_element = NONE; }, "does not leave c out"},
+             {[](Problem& p) { p.c_element = F32; }, "does not write c in this dtype"},
+             {[](Problem& p) { p.d_element = BF16; }, "does not write d in this dtype"}});
+  check_all(PointerCKernels(), WithC(PointerProblem(64, 64, 64, 2), BF16, F32),
+            {{[](Problem& p) { p.c_element = BF16; }, "does not write c in this dtype"},
+             {[](Problem& p) { p.d_element = F32; }, "does not write d in this dtype"}});
+
+  // No kernel of the table is without a counter.
+  Kernel fixed = *FindKernel("sm90_dense_bk_bf16_plain");
+  for (FieldSlot& slot : fixed.fields) {
+    if (slot.field == PTR_COUNTER) slot.field = PTR_ALPHA;
+  }
+  const std::string error = check::Thrown(
+      [&] { LaunchForward({&fixed, nullptr}, Dynamic(DenseProblem(64, 64, 64, 2)), stream); });
+  CHECK_CONTAINS(error, "sm90_dense_bk_bf16_plain does not schedule its tiles dynamically");
 }
 
 TEST(PointerOperands) {
@@ -169,6 +300,8 @@ TEST(UnknownKernels) {
   CHECK_CONTAINS(
       check::Thrown([] { FindForwardKernels("sm90_maps_by_value", "sm100_dense_bk_bf16_plain"); }),
       "no forward kernel 'sm90_maps_by_value'");
+  CHECK_CONTAINS(check::Thrown([] { FindForwardKernels("", ""); }),
+                 "sm90 or sm100 must name a forward kernel; got neither");
 }
 
 TEST(NoDriver) {
@@ -214,10 +347,61 @@ TEST(CEntry) {
   call.d_dtype = "int8";
   CHECK_CONTAINS(jgg_forward(&call), "d_dtype must be");
   call = CCall(stream);
+  call.c_dtype = "";
+  CHECK_CONTAINS(jgg_forward(&call), "c_dtype must be 'bfloat16', 'float16' or 'float32'; got ''");
+  call = CCall(stream);
+  call.bias_dtype = "int8";
+  CHECK_CONTAINS(jgg_forward(&call), "bias_dtype must be");
+  for (int64_t dynamic : {-1, 2}) {
+    call = CCall(stream);
+    call.dynamic = dynamic;
+    CHECK_CONTAINS(jgg_forward(&call), "dynamic must be 0 or 1; got " + std::to_string(dynamic));
+  }
+  call = CCall(stream);
+  call.overlap_margin = 119;
+  CHECK_CONTAINS(jgg_forward(&call), "overlap_margin must be between 0 and 118");
+  call = CCall(stream);
   call.struct_size = 8;
   CHECK_CONTAINS(jgg_forward(&call), "struct_size");
   CHECK_CONTAINS(jgg_forward(nullptr), "struct_size");
   CHECK_EQ(fake.launched.size(), 2u);
+}
+
+TEST(CEntryWithEveryOperand) {
+  FakeDriver fake;
+  const CUstream stream = fake.AddDevice(9, 0);
+  jgg_call call = CCall(stream);
+  call.sm90 = "sm90_pointers_bk_16bit_c_f32";
+  call.sm100 = nullptr;
+  call.weights = "pointers";
+  call.d_dtype = "float16";
+  call.c_dtype = "float32";
+  call.bias_dtype = "bfloat16";
+  call.dynamic = 1;
+  call.overlap_margin = 100;
+  call.m = 100'000;
+  call.alpha = kAlpha;
+  call.prob = kProb;
+  call.bias = kBias;
+  call.c = kC;
+  call.scratch = kScratch;
+  CHECK(jgg_forward(&call) == nullptr);
+  const Launched& launch = fake.launched.at(1);
+  CHECK_EQ(launch.grid, 20u);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_ALPHA), kAlpha);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_PROB), kProb);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_BIAS), kBias);
+  CHECK_EQ(launch.Value<int32_t>(TYPE_BIAS), BF16);
+  CHECK_EQ(launch.Value<int32_t>(TYPE_D), F16);
+  CHECK_EQ(fake.MapIn(launch, MAP_D).address, kD - 32 * 128);
+  CHECK_EQ(fake.MapIn(launch, MAP_C).address, kC - 32 * 256);
+  CHECK_EQ(fake.memsets.at(0).address, kScratch + 256);
+  call.dynamic = 0;
+  call.sm100 = "";
+  CHECK(jgg_forward(&call) == nullptr);
+  CHECK_EQ(fake.memsets.size(), 1u);
+  call.sm90 = nullptr;
+  CHECK_CONTAINS(jgg_forward(&call), "got neither");
 }
 
 TEST(CEntryDoesNotLoadUnderCapture) {

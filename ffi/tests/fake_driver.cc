@@ -233,6 +233,16 @@ CUresult TensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint
   return CUDA_SUCCESS;
 }
 
+CUresult MemsetD32Async(CUdeviceptr address, unsigned value, size_t count, CUstream stream) {
+  ENTER(cuMemsetD32Async);
+  if (current.empty() || streams.at(Id(stream)) != Id(current.back())) {
+    return CUDA_ERROR_INVALID_CONTEXT;
+  }
+  if (address == 0 || address % 4 != 0) return CUDA_ERROR_INVALID_VALUE;
+  fake->memsets.push_back({address, value, count, stream, fake->launched.size()});
+  return CUDA_SUCCESS;
+}
+
 CUresult LaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** parameters,
                         void** extra) {
   ENTER(cuLaunchKernelEx);
@@ -274,6 +284,7 @@ const Driver& Table() {
     d.cuFuncLoad_ = FuncLoad;
     d.cuOccupancyMaxActiveClusters_ = OccupancyMaxActiveClusters;
     d.cuTensorMapEncodeTiled_ = TensorMapEncodeTiled;
+    d.cuMemsetD32Async_ = MemsetD32Async;
     d.cuLaunchKernelEx_ = LaunchKernelEx;
     return d;
   }();

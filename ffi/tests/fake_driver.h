@@ -52,6 +52,14 @@ struct Launched {
   }
 };
 
+struct Memset {
+  uint64_t address;
+  unsigned value;
+  size_t count;
+  CUstream stream;
+  size_t launches_before;
+};
+
 struct Loaded {
   std::string cubin;  // the fake table's cubins hold their kernel's name
   uint64_t context;
@@ -75,6 +83,7 @@ class FakeDriver {
 
   std::vector<EncodedMap> encoded;
   std::vector<Launched> launched;
+  std::vector<Memset> memsets;
   std::vector<Loaded> loads;
   std::map<std::string, int> calls;  // by entry point
   std::set<CUmodule> live_modules;

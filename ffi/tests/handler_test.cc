@@ -23,6 +23,10 @@ std::map<std::string, FakeAttribute> Attributes(const char* kernels, const char*
           {"b_major", std::string("k")},
           {"has_alpha", false},
           {"has_prob", false},
+          {"has_bias", false},
+          {"has_c", false},
+          {"dynamic", false},
+          {"overlap_margin", int64_t{0}},
           {"n", int64_t{512}},
           {"build_id", std::string("fake-build")}};
 }
@@ -54,6 +58,19 @@ FakeCall TupleCall(CUstream stream) {
   call.attributes["weights"] = std::string("tuple");
   call.args.pop_back();
   for (int i = 0; i < 3; ++i) call.args.push_back({kBf16, {512, 256}, kB + 0x1000 * i});
+  return call;
+}
+
+// With every operand and result: alpha, prob, bias; d, c, scratch.
+FakeCall FullCall(CUstream stream) {
+  FakeCall call = TupleCall(stream);
+  call.attributes["sm90"] = std::string("sm90_pointers_bk_16bit_c_f32");
+  call.attributes["sm100"] = std::string("");
+  call.attributes["has_bias"] = true;
+  call.attributes["has_c"] = true;
+  call.attributes["dynamic"] = true;
+  call.args.insert(call.args.begin() + 4, {kBf16, {3, 512}, kBias});
+  call.rets = {{kF16, {1000, 512}, kD}, {kF32, {1000, 512}, kC}, {kU8, {512}, kScratch}};
   return call;
 }
 
@@ -122,6 +139,95 @@ TEST(PointersAndTuples) {
   CHECK_EQ(fake.launched.at(3).Value<uint64_t>(PTR_ALPHA), kAlpha);
   CHECK_EQ(fake.launched.at(3).Value<uint64_t>(PTR_PROB), kProb);
   CHECK_EQ(fake.launched.at(4).Value<uint64_t>(ADDRESS(2)), kB + 0x2000);
+}
+
+TEST(BiasAndC) {
+  FakeDriver fake;
+  const FakeCall call = FullCall(fake.AddDevice(9, 0));
+  CHECK_EQ(Call(jgg_forward_instantiate, kInstantiate, call), "");
+  CHECK_EQ(Initialize(call), "");
+  CHECK_EQ(Call(jgg_forward_execute, kExecute, call), "");
+  CHECK_EQ(fake.launched.at(0).Value<uint64_t>(ADDRESS(2)), kB + 0x2000);
+  const Launched& launch = fake.launched.at(1);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_ALPHA), kAlpha);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_PROB), kProb);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_BIAS), kBias);
+  CHECK_EQ(launch.Value<int32_t>(TYPE_BIAS), BF16);
+  CHECK_EQ(launch.Value<int32_t>(TYPE_D), F16);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_MAPS), kScratch);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_COUNTER), kScratch + 384);
+  CHECK_EQ(fake.MapIn(launch, MAP_D).address, kD - 32 * 1024);
+  CHECK_EQ(fake.MapIn(launch, MAP_C).address, kC - 32 * 2048);
+  CHECK_EQ(fake.memsets.at(0).address, kScratch + 384);
+}
+
+TEST(BiasAlone) {
+  FakeDriver fake;
+  FakeCall call = DenseCall(fake.AddDevice(9, 0));
+  call.attributes["sm90"] = std::string("sm90_dense_bk_bf16_bias");
+  call.attributes["sm100"] = std::string("");
+  call.attributes["has_bias"] = true;
+  CHECK_EQ(Initialize(call), "");
+  for (auto [dtype, element] : {std::pair{kBf16, BF16}, {kF16, F16}, {kF32, F32}}) {
+    fake.launched.clear();
+    FakeCall biased = call;
+    biased.args.insert(biased.args.begin() + 2, {dtype, {3, 512}, kBias});
+    CHECK_EQ(Call(jgg_forward_execute, kExecute, biased), "");
+    CHECK_EQ(fake.launched.at(0).Value<uint64_t>(PTR_BIAS), kBias);
+    CHECK_EQ(fake.launched.at(0).Value<int32_t>(TYPE_BIAS), element);
+  }
+}
+
+TEST(CAlone) {
+  FakeDriver fake;
+  FakeCall call = DenseCall(fake.AddDevice(9, 0));
+  call.attributes["sm90"] = std::string("sm90_dense_bk_f32_c_16bit");
+  call.attributes["sm100"] = std::string("");
+  call.attributes["has_c"] = true;
+  CHECK_EQ(Initialize(call), "");
+  for (auto [dtype, element] : {std::pair{kBf16, BF16}, {kF16, F16}}) {
+    fake.launched.clear();
+    call.rets = {{kF32, {1000, 512}, kD}, {dtype, {1000, 512}, kC}};
+    CHECK_EQ(Call(jgg_forward_execute, kExecute, call), "");
+    CHECK_EQ(fake.launched.at(0).Value<int32_t>(TYPE_C), element);
+    CHECK_EQ(fake.MapIn(fake.launched.at(0), MAP_C).address, kC - 64 * 1024);
+  }
+}
+
+TEST(DynamicSchedule) {
+  FakeDriver fake;
+  FakeCall call = DenseCall(fake.AddDevice(9, 0));
+  CHECK_EQ(Initialize(call), "");
+  call.attributes["dynamic"] = true;
+  call.rets.push_back({kU8, {128}, kScratch});
+  fake.capturing.insert(call.stream);
+  CHECK_EQ(Call(jgg_forward_execute, kExecute, call), "");
+  CHECK(fake.illegal_under_capture.empty());
+  CHECK_EQ(fake.memsets.at(0).address, kScratch);
+  CHECK_EQ(fake.launched.at(0).Value<uint64_t>(PTR_COUNTER), kScratch);
+}
+
+TEST(OverlapMargin) {
+  FakeDriver fake;
+  fake.max_clusters = 10;
+  FakeCall call = DenseCall(fake.AddDevice(9, 0));
+  CHECK_EQ(Initialize(call), "");
+  call.attributes["overlap_margin"] = int64_t{7};
+  CHECK_EQ(Call(jgg_forward_execute, kExecute, call), "");
+  CHECK_EQ(fake.launched.at(0).grid, 12u);
+  call.attributes["overlap_margin"] = int64_t{19};
+  CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, call),
+                 "3: jax_grouped_gemm: overlap_margin must be between 0 and 18 SMs");
+}
+
+TEST(KernelsOfOneArchitecture) {
+  FakeDriver fake;
+  FakeCall call = DenseCall(fake.AddDevice(10, 0));
+  call.attributes["sm100"] = std::string("");
+  CHECK_EQ(Call(jgg_forward_instantiate, kInstantiate, call), "");
+  CHECK_CONTAINS(Initialize(call), "9: jax_grouped_gemm: the program has no kernel for device 0");
+  call.attributes["sm90"] = std::string("");
+  CHECK_CONTAINS(Call(jgg_forward_instantiate, kInstantiate, call), "got neither");
 }
 
 TEST(EmptyResults) {
@@ -214,6 +320,38 @@ TEST(WrongOperands) {
     c.spoil(call);
     CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, call), c.part);
   }
+  const std::vector<Case> full = {
+      {[](FakeCall& c) { c.args[4].dims = {3, 256}; },
+       "3: jax_grouped_gemm: bias must be BF16 (L, N) = (3, 512); got BF16 (3, 256)"},
+      {[](FakeCall& c) { c.args[4].dims = {512, 3}; }, "(3, 512); got BF16 (512, 3)"},
+      {[](FakeCall& c) { c.args[4].dtype = kS32; },
+       "bias must be BF16, F16 or F32 (L, N); got S32 (3, 512)"},
+      {[](FakeCall& c) { c.args.erase(c.args.begin() + 4); }, "must have 8 operands"},
+      {[](FakeCall& c) { c.attributes["has_bias"] = false; }, "must have 7 operands"},
+      {[](FakeCall& c) { c.rets[1].dims = {1000, 256}; },
+       "c must be F32 (M, N) = (1000, 512); got F32 (1000, 256)"},
+      {[](FakeCall& c) { c.rets[1].dtype = kS32; }, "c must be BF16, F16 or F32 (M, N); got S32"},
+      {[](FakeCall& c) { c.rets[1].dtype = kBf16; }, "does not write c in this dtype"},
+      {[](FakeCall& c) { c.rets[0].dtype = kF32; }, "does not write d in this dtype"},
+      {[](FakeCall& c) { c.rets.erase(c.rets.begin() + 1); },
+       "must have 3 results for its attributes; got 2"},
+      {[](FakeCall& c) { c.attributes["has_c"] = false; }, "must have 2 results"},
+      {[](FakeCall& c) { c.rets[2].dims = {384}; },
+       "scratch must be U8 (128 L + 128,) = (512); got U8 (384)"},
+      {[](FakeCall& c) { c.attributes["dynamic"] = false; },
+       "scratch must be U8 (128 L,) = (384); got U8 (512)"},
+  };
+  for (const Case& c : full) {
+    FakeCall call = FullCall(stream);
+    c.spoil(call);
+    CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, call), c.part);
+  }
+  FakeCall dynamic = DenseCall(stream);
+  dynamic.attributes["dynamic"] = true;
+  CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, dynamic), "must have 2 results");
+  dynamic.rets.push_back({kU8, {512}, kScratch});
+  CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, dynamic),
+                 "scratch must be U8 (128,) = (128); got U8 (512)");
   FakeCall pointers = PointerCall(stream);
   pointers.args.back().dims = {2};
   CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, pointers),

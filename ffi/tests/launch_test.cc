@@ -3,6 +3,8 @@
 #include "launch.h"
 
 #include <algorithm>
+#include <functional>
+#include <tuple>
 
 #include "check.h"
 #include "fake_driver.h"
@@ -207,6 +209,129 @@ TEST(SizesPastThirtyTwoBits) {
   CHECK_EQ(launch.grid, 120u);
 }
 
+TEST(Bias) {
+  FakeDriver fake;
+  const CUstream stream = fake.AddDevice(9, 0);
+  for (Element element : {BF16, F16, F32}) {
+    fake.launched.clear();
+    Run(BiasKernels(), WithBias(DenseProblem(1000, 512, 256, 8), element), stream);
+    const Launched& launch = fake.launched.at(0);
+    CHECK_EQ(launch.kernel->name, "sm90_dense_bk_bf16_bias");
+    CHECK_EQ(launch.Value<uint64_t>(PTR_BIAS), kBias);
+    // As the kernels number them.
+    CHECK_EQ(launch.Value<int32_t>(TYPE_BIAS), element == BF16 ? 1 : element == F16 ? 2 : 3);
+  }
+}
+
+TEST(SixteenBitC) {
+  FakeDriver fake;
+  const CUstream stream = fake.AddDevice(9, 0);
+  for (Element element : {BF16, F16}) {
+    fake.launched.clear();
+    Run(DenseCKernels(), WithC(DenseProblem(1000, 512, 256, 8), F32, element), stream);
+    const Launched& launch = fake.launched.at(0);
+    CheckMap(fake.MapIn(launch, MAP_D), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, kD - 64 * 2048,
+             {512, 64, 1064}, {2048, 2048}, {32, 64, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
+    CheckMap(fake.MapIn(launch, MAP_C),
+             element == F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             kC - 64 * 1024, {512, 64, 1064}, {1024, 1024}, {64, 64, 1},
+             CU_TENSOR_MAP_SWIZZLE_128B);
+    CHECK_EQ(launch.Value<int32_t>(TYPE_C), element == F16 ? 2 : 1);
+    CHECK_EQ(launch.Value<int32_t>(DIM_D_ROWS), 1064);
+    // Neither a bias nor a dynamic schedule.
+    CHECK_EQ(launch.Value<uint64_t>(PTR_BIAS), 0u);
+    CHECK_EQ(launch.Value<int32_t>(TYPE_BIAS), 0);
+    CHECK_EQ(launch.Value<uint64_t>(PTR_COUNTER), 0u);
+  }
+}
+
+TEST(SixteenBitDWithFloat32C) {
+  FakeDriver fake;
+  const CUstream stream = fake.AddDevice(9, 0);
+  for (Element element : {BF16, F16}) {
+    fake.launched.clear();
+    const Problem p = WithC(PointerProblem(512, 256, 128, 3), element, F32);
+    Run(PointerCKernels(), WithBias(p, F16), stream);
+    const Launched& launch = fake.launched.at(1);
+    CheckMap(fake.MapIn(launch, MAP_D),
+             element == F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             kD - 32 * 512, {256, 32, 544}, {512, 512}, {64, 32, 1}, CU_TENSOR_MAP_SWIZZLE_128B);
+    CheckMap(fake.MapIn(launch, MAP_C), CU_TENSOR_MAP_DATA_TYPE_FLOAT32, kC - 32 * 1024,
+             {256, 32, 544}, {1024, 1024}, {32, 32, 1}, CU_TENSOR_MAP_SWIZZLE_64B);
+    CHECK_EQ(launch.Value<int32_t>(TYPE_D), element == F16 ? 2 : 1);
+    CHECK_EQ(launch.Value<int32_t>(TYPE_BIAS), 2);
+    CHECK_EQ(launch.Value<uint64_t>(PTR_BIAS), kBias);
+  }
+}
+
+void CheckCounter(const FakeDriver& fake, size_t memset, size_t launch, CUstream stream,
+                  Address counter) {
+  const Memset& reset = fake.memsets.at(memset);
+  CHECK_EQ(reset.address, counter);
+  CHECK_EQ(reset.value, 0u);
+  CHECK_EQ(reset.count, 1u);
+  CHECK_EQ(reset.stream, stream);
+  CHECK(reset.launches_before <= launch);
+  CHECK_EQ(fake.launched.at(launch).kernel->kind, FORWARD);
+  CHECK_EQ(fake.launched.at(launch).stream, stream);
+  CHECK_EQ(fake.launched.at(launch).Value<uint64_t>(PTR_COUNTER), counter);
+}
+
+TEST(DynamicSchedule) {
+  FakeDriver fake;
+  const CUstream stream = fake.AddDevice(9, 0);
+  const Problem dense = Dynamic(DenseProblem(1000, 512, 256, 8));
+  Run(DenseKernels(), dense, stream);
+  CheckCounter(fake, 0, 0, stream, kScratch);
+  CHECK_EQ(fake.launched.at(0).grid, 52u);
+  // Every call resets its own counter, also where a graph records it.
+  const CUstream other = fake.AddStream(stream);
+  fake.capturing.insert(other);
+  LaunchForward(DenseKernels(), dense, other);
+  CheckCounter(fake, 1, 1, other, kScratch);
+  CHECK_EQ(fake.memsets.at(1).launches_before, 1u);
+  CHECK(fake.illegal_under_capture.empty());
+  fake.capturing.clear();
+  // The counter lies behind the maps.
+  Run(PointerKernels(), Dynamic(PointerProblem(512, 256, 128, 300)), stream);
+  CheckCounter(fake, 2, 3, stream, kScratch + 128 * 300);
+  CHECK_EQ(fake.launched.at(2).Value<uint64_t>(PTR_MAPS), kScratch);
+  CHECK_EQ(fake.launched.at(3).Value<uint64_t>(PTR_MAPS), kScratch);
+  // A static call has no counter.
+  LaunchForward(PointerKernels(), PointerProblem(512, 256, 128, 300), stream);
+  CHECK_EQ(fake.launched.at(5).Value<uint64_t>(PTR_COUNTER), 0u);
+  CHECK_EQ(fake.memsets.size(), 3u);
+}
+
+TEST(OverlapMargin) {
+  FakeDriver fake;
+  const CUstream hopper = fake.AddDevice(9, 0), blackwell = fake.AddDevice(10, 0);
+  Problem p = DenseProblem(100'000, 4096, 256, 8);
+  LoadForward(DenseKernels(), Weights::kDense, hopper);
+  LoadForward(DenseKernels(), Weights::kDense, blackwell);
+  // 60 clusters fit, of 2 CTAs or of 4: a margin takes as many clusters as it touches.
+  for (auto [margin, of_2, of_4] : {std::tuple{0u, 60u, 60u},
+                                    {1u, 59u, 59u},
+                                    {2u, 59u, 59u},
+                                    {3u, 58u, 59u},
+                                    {4u, 58u, 59u},
+                                    {5u, 57u, 58u},
+                                    {117u, 1u, 30u},
+                                    {118u, 1u, 30u}}) {
+    fake.launched.clear();
+    p.overlap_margin = margin;
+    LaunchForward(DenseKernels(), p, hopper);
+    LaunchForward(DenseKernels(), p, blackwell);
+    CHECK_EQ(fake.launched.at(0).grid, 2 * of_2);
+    CHECK_EQ(fake.launched.at(1).grid, 4 * of_4);
+  }
+  // Fewer tiles than clusters: nothing to give up.
+  p = DenseProblem(1000, 512, 256, 8);
+  p.overlap_margin = 30;
+  LaunchForward(DenseKernels(), p, hopper);
+  CHECK_EQ(fake.launched.back().grid, 52u);
+}
+
 TEST(NothingToDo) {
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
@@ -242,14 +367,61 @@ TEST(TableIsConsistent) {
   kernel.fields[3].size = 4;
   CHECK_CONTAINS(Inconsistency(kernel), "has 4 bytes, expected 8");
   kernel = *FindKernel("sm90_dense_bk_bf16_plain");
-  kernel.fields[3].offset = 412;
+  kernel.fields[3].offset = 420;
   CHECK_CONTAINS(Inconsistency(kernel), "lies outside the parameters");
   kernel = *FindKernel("sm90_dense_bk_bf16_plain");
-  kernel.param_bytes = 400;
-  CHECK_CONTAINS(Inconsistency(kernel), "ends past 400");
+  kernel.param_bytes = 408;
+  CHECK_CONTAINS(Inconsistency(kernel), "ends past 408");
   kernel = *FindKernel("sm90_dense_bk_bf16_plain");
   kernel.maps.pop_back();
   CHECK_CONTAINS(Inconsistency(kernel), "no map of rank 3 for field 2");
+}
+
+TEST(TableOfBiasAndCIsConsistent) {
+  struct Case {
+    const char* kernel;
+    std::function<void(Kernel&)> spoil;
+    const char* part;
+  };
+  auto drop = [](Field field) {
+    return [field](Kernel& k) {
+      k.fields.erase(std::find_if(k.fields.begin(), k.fields.end(),
+                                  [field](const FieldSlot& slot) { return slot.field == field; }));
+    };
+  };
+  const char* bias = "sm90_dense_bk_bf16_bias";
+  const char* c16 = "sm90_dense_bk_f32_c_16bit";
+  const char* d16 = "sm90_pointers_bk_16bit_c_f32";
+  const std::vector<Case> cases = {
+      {bias, drop(TYPE_BIAS), "field 19 and PTR_BIAS must come together"},
+      {bias, drop(PTR_BIAS), "field 19 and PTR_BIAS must come together"},
+      {bias, [](Kernel& k) { k.c_element = F32; },
+       "field 3 and an element of C must come together"},
+      {bias, [](Kernel& k) { k.d_element = k.maps[2].element = ANY16; },
+       "field 21 and a D of either 16-bit type must come together"},
+      {c16, drop(MAP_C), "field 3 and an element of C must come together"},
+      {c16, drop(TYPE_C), "field 20 and a C of either 16-bit type must come together"},
+      {c16, [](Kernel& k) { k.c_element = NONE; }, "field 3 and an element of C must"},
+      {c16, [](Kernel& k) { k.c_element = k.maps[3].element = F32; },
+       "field 20 and a C of either 16-bit type"},
+      {c16, [](Kernel& k) { k.maps.pop_back(); }, "no map of rank 3 for field 3"},
+      {c16, [](Kernel& k) { k.maps[3].element = F16; },
+       "map for field 3 has element 2, expected 4"},
+      {c16, [](Kernel& k) { k.maps[3].box[1] = 32; }, "boxes of C and D differ in rows"},
+      {d16, drop(TYPE_D), "field 21 and a D of either 16-bit type must come together"},
+      {d16, [](Kernel& k) { k.d_element = k.maps[2].element = F16; }, "field 21 and a D of either"},
+      {d16, [](Kernel& k) { k.maps[2].element = F16; },
+       "map for field 2 has element 2, expected 4"},
+      {d16, [](Kernel& k) { k.maps[1].element = F16; },
+       "map for field 1 has element 2, expected 1"},
+      {d16, [](Kernel& k) { k.maps[0].element = F16; },
+       "map for field 0 has element 2, expected 1"},
+  };
+  for (const Case& c : cases) {
+    Kernel kernel = *FindKernel(c.kernel);
+    c.spoil(kernel);
+    CHECK_CONTAINS(Inconsistency(kernel), c.part);
+  }
 }
 
 }  // namespace

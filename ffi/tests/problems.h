@@ -9,6 +9,7 @@ namespace jgg {
 
 constexpr Address kA = 0x7f0000000100, kB = 0x7f1000000100, kD = 0x7f8000000100;
 constexpr Address kOffsets = 0x7f2000000004, kAlpha = 0x7f3000000004, kProb = 0x7f4000000004;
+constexpr Address kBias = 0x7f6000000004, kC = 0x7f9000000100;
 constexpr Address kScratch = 0x7f5000000080;
 
 inline ForwardKernels DenseKernels() {
@@ -21,6 +22,17 @@ inline ForwardKernels ScaledKernels() {
 
 inline ForwardKernels PointerKernels() {
   return FindForwardKernels("sm90_pointers_bk_f16_scaled", "sm100_pointers_bk_f16_scaled");
+}
+
+// Kernels of one architecture only.
+inline ForwardKernels BiasKernels() { return FindForwardKernels("sm90_dense_bk_bf16_bias", ""); }
+
+inline ForwardKernels DenseCKernels() {
+  return FindForwardKernels("sm90_dense_bk_f32_c_16bit", "");
+}
+
+inline ForwardKernels PointerCKernels() {
+  return FindForwardKernels("sm90_pointers_bk_16bit_c_f32", "");
 }
 
 inline Problem DenseProblem(int64_t m, int64_t n, int64_t k, int64_t l) {
@@ -40,6 +52,27 @@ inline Problem PointerProblem(int64_t m, int64_t n, int64_t k, int64_t l) {
   Problem p = DenseProblem(m, n, k, l);
   p.weights = Weights::kPointers;
   p.d_element = F16;
+  p.scratch = kScratch;
+  return p;
+}
+
+// `p` with more operands.
+
+inline Problem WithBias(Problem p, Element element) {
+  p.bias = kBias;
+  p.bias_element = element;
+  return p;
+}
+
+inline Problem WithC(Problem p, Element d_element, Element c_element) {
+  p.d_element = d_element;
+  p.c = kC;
+  p.c_element = c_element;
+  return p;
+}
+
+inline Problem Dynamic(Problem p) {
+  p.dynamic = true;
   p.scratch = kScratch;
   return p;
 }

@@ -18,11 +18,11 @@ class Call(ctypes.Structure):
 
     _fields_ = (
         [("struct_size", c_int64)]
-        + [(name, c_char_p) for name in ("sm90", "sm100", "weights", "b_major", "d_dtype")]
-        + [(name, c_int64) for name in ("m", "n", "k", "l")]
-        + [(name, c_uint64) for name in ("a", "offsets", "alpha", "prob", "b")]
+        + [(name, c_char_p) for name in ("sm90", "sm100", "weights", "b_major", "d_dtype", "c_dtype", "bias_dtype")]
+        + [(name, c_int64) for name in ("m", "n", "k", "l", "dynamic", "overlap_margin")]
+        + [(name, c_uint64) for name in ("a", "offsets", "alpha", "prob", "bias", "b")]
         + [("weight_addresses", POINTER(c_uint64))]
-        + [(name, c_uint64) for name in ("d", "scratch", "stream")]
+        + [(name, c_uint64) for name in ("d", "c", "scratch", "stream")]
     )
 
 
@@ -41,12 +41,12 @@ class StandIn:
             self.library.stand_in_kernel(kernel["symbol"].encode(), len(offsets), offsets, sizes)
 
     def record(self, function, *arguments):
-        """(launches, arguments of tensor maps) during a call."""
+        """(launches, arguments of tensor maps, memsets) during a call."""
         self.library.stand_in_log(str(self.log).encode())
         function(*arguments)
         self.library.stand_in_flush()
         lines = [json.loads(line) for line in self.log.read_text().splitlines()]
-        return [line for line in lines if "grid" in line], [line for line in lines if "dims" in line]
+        return tuple([line for line in lines if key in line] for key in ("grid", "dims", "memset"))
 
 
 class HostCode:
@@ -101,7 +101,7 @@ class Recorder:
         prologue, forward = call["prologue"], call["forward"]
         names = [name for name in (prologue, forward) if name]
         self.stand_in.device(call["arch"], call["max_clusters"], [self.kernels[name] for name in names])
-        ours, maps = self.stand_in.record(self.launch_ours, call)
+        ours, maps, memsets = self.stand_in.record(self.launch_ours, call)
         for launch in ours:
             launch["kernel"] = forward if launch is ours[-1] else prologue
             launch["fields"] = fields_of(self.kernels[launch["kernel"]], launch["parameters"])
@@ -109,9 +109,9 @@ class Recorder:
         for launch in ours:
             kernel = launch["kernel"]
             arguments = forward_arguments(call, launch) if kernel == forward else prologue_arguments(call, launch)
-            (their,), _ = self.stand_in.record(self.launch_theirs, kernel, arguments)
+            (their,), _, _ = self.stand_in.record(self.launch_theirs, kernel, arguments)
             theirs.append(their | {"kernel": kernel, "fields": fields_of(self.kernels[kernel], their["parameters"])})
-        return {"ours": ours, "theirs": theirs, "maps": maps}
+        return {"ours": ours, "theirs": theirs, "maps": maps, "memsets": memsets}
 
 
 def fields_of(kernel, parameters):

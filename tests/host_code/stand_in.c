@@ -1,7 +1,7 @@
 /* Stands in for CUDA, for two callers in one process: as libcuda.so.1 for our library, and as the
    runtime for the host code that the CuTe DSL generates, which imports its functions with an
-   underscore before the name. It runs nothing. It writes every launch, and the arguments of every
-   tensor map, to a log: one JSON object a line. */
+   underscore before the name. It runs nothing. It writes every launch and memset, and the
+   arguments of every tensor map, to a log: one JSON object a line. */
 
 #include <cuda.h>
 #include <stdint.h>
@@ -272,6 +272,12 @@ static CUresult TensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type,
   return CUDA_SUCCESS;
 }
 
+static CUresult MemsetD32Async(CUdeviceptr address, unsigned value, size_t count, CUstream stream) {
+  LOG("{\"memset\": %llu, \"value\": %u, \"count\": %zu, \"stream\": %llu}\n",
+      (unsigned long long)address, value, count, (unsigned long long)(uintptr_t)stream);
+  return CUDA_SUCCESS;
+}
+
 static CUresult LaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** parameters,
                                void** extra) {
   if (extra != NULL) return CUDA_ERROR_INVALID_VALUE;
@@ -306,6 +312,7 @@ CUresult cuGetProcAddress_v2(const char* name, void** function, int version, cuu
       {"cuFuncLoad", FuncLoad},
       {"cuOccupancyMaxActiveClusters", OccupancyMaxActiveClusters},
       {"cuTensorMapEncodeTiled", TensorMapEncodeTiled},
+      {"cuMemsetD32Async", MemsetD32Async},
       {"cuLaunchKernelEx", LaunchKernelEx},
   };
   for (size_t i = 0; i < sizeof(kFunctions) / sizeof(*kFunctions); ++i) {

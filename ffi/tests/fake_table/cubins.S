@@ -25,6 +25,30 @@ jgg_cubin_sm90_pointers_bk_f16_scaled:
     .hidden jgg_cubin_sm90_pointers_bk_f16_scaled_end
 jgg_cubin_sm90_pointers_bk_f16_scaled_end:
     .balign 64
+    .globl jgg_cubin_sm90_dense_bk_bf16_bias
+    .hidden jgg_cubin_sm90_dense_bk_bf16_bias
+jgg_cubin_sm90_dense_bk_bf16_bias:
+    .asciz "sm90_dense_bk_bf16_bias"
+    .globl jgg_cubin_sm90_dense_bk_bf16_bias_end
+    .hidden jgg_cubin_sm90_dense_bk_bf16_bias_end
+jgg_cubin_sm90_dense_bk_bf16_bias_end:
+    .balign 64
+    .globl jgg_cubin_sm90_dense_bk_f32_c_16bit
+    .hidden jgg_cubin_sm90_dense_bk_f32_c_16bit
+jgg_cubin_sm90_dense_bk_f32_c_16bit:
+    .asciz "sm90_dense_bk_f32_c_16bit"
+    .globl jgg_cubin_sm90_dense_bk_f32_c_16bit_end
+    .hidden jgg_cubin_sm90_dense_bk_f32_c_16bit_end
+jgg_cubin_sm90_dense_bk_f32_c_16bit_end:
+    .balign 64
+    .globl jgg_cubin_sm90_pointers_bk_16bit_c_f32
+    .hidden jgg_cubin_sm90_pointers_bk_16bit_c_f32
+jgg_cubin_sm90_pointers_bk_16bit_c_f32:
+    .asciz "sm90_pointers_bk_16bit_c_f32"
+    .globl jgg_cubin_sm90_pointers_bk_16bit_c_f32_end
+    .hidden jgg_cubin_sm90_pointers_bk_16bit_c_f32_end
+jgg_cubin_sm90_pointers_bk_16bit_c_f32_end:
+    .balign 64
     .globl jgg_cubin_sm90_maps_from_memory
     .hidden jgg_cubin_sm90_maps_from_memory
 jgg_cubin_sm90_maps_from_memory:
