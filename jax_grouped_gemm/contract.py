@@ -736,9 +736,9 @@ def check_pointers(addresses):
         )
 
 
-def foreign_operand(name, found, framework):
+def foreign_operand(name, found, expected):
     return ValueError(
-        f"{name} must be a {'torch tensor or a JAX array' if framework is None else framework}; got {found}; "
+        f"{name} must be {expected}; got {type(found).__name__}; "
         "pass all operands as torch tensors, or all as JAX arrays"
     )
 

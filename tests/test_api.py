@@ -368,7 +368,9 @@ def test_unsupported_gpu_falls_back_and_says_so_once(case, monkeypatch, caplog):
 
 def test_version_is_public():
     assert jax_grouped_gemm.__version__
-    assert set(jax_grouped_gemm.__all__) == {"__version__", "grouped_gemm"}
+    names = {"grouped_gemm_jax_sm100", "grouped_gemm_wrapper_sm100", "GroupedGemmSm100"}
+    names |= {"grouped_gemm_wrapper", "GroupedGemm", "TupleDict"}
+    assert set(jax_grouped_gemm.__all__) == {"__version__", "grouped_gemm"} | names
 
 
 def test_the_docstring_example(capsys):

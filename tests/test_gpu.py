@@ -15,6 +15,7 @@ import oracle
 import pytest
 
 from jax_grouped_gemm import config, ffi_call, grouped_gemm, library
+from jax_grouped_gemm.direct import LibraryCall
 
 pytestmark = pytest.mark.gpu
 
@@ -246,19 +247,6 @@ def test_no_temporaries_but_the_maps(weights, l):
     assert analysis.output_size_in_bytes == 2 * m * n
 
 
-class LibraryCall(ctypes.Structure):
-    """jgg_call of ffi/c_api.h."""
-
-    _fields_ = (
-        [("struct_size", ctypes.c_int64)]
-        + [(name, ctypes.c_char_p) for name in ("sm90", "sm100", "weights", "b_major", "d_dtype")]
-        + [(name, ctypes.c_int64) for name in "mnkl"]
-        + [(name, ctypes.c_uint64) for name in ("a", "offsets", "alpha", "prob", "b")]
-        + [("weight_addresses", ctypes.POINTER(ctypes.c_uint64))]
-        + [(name, ctypes.c_uint64) for name in ("d", "scratch", "stream")]
-    )
-
-
 @pytest.fixture
 def cuda_driver():
     """The driver, with the context of JAX's first GPU current on this thread."""
@@ -281,7 +269,7 @@ def test_writes_nothing_outside_d(rng, cuda_driver, shape, d_dtype):
     hostile = [[100, 100, 257, 290], [-3, 500, 20, 2**31 - 1], [0, 0, 0, 0], [2**31 - 1] * 4]
     for tile, offsets in itertools.product(config.TILES[arch], hostile):
         tiles = {each: tile if each == arch else config.TILES[each][0] for each in config.TILES}
-        names = {f"sm{x}": config.Variant(x, t, "k", "dense", d_dtype, False).name.encode() for x, t in tiles.items()}
+        names = {f"sm{x}": config.Variant(x, t, "k", "dense", d_dtype, "plain").name.encode() for x, t in tiles.items()}
         case = oracle.make_case(rng, 4, m, n, k, offsets=offsets, d_dtype=d_dtype, alpha=False, prob=False)
         a, b, ends = map(jnp.asarray, (case.a, case.b, case.offsets))
         memory = jax.block_until_ready(jnp.full(2 * guard + m * n, 7, d_dtype))
