@@ -61,6 +61,7 @@ def fake_launches(fresh_plans, monkeypatch):
     """What would have been launched by address; nothing is."""
     launches: list = []
     monkeypatch.setattr(direct, "Forward", compat_problems.fake_forward(launches))
+    monkeypatch.setattr(direct, "capturing", lambda device, stream: False)
     return launches
 
 

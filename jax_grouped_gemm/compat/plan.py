@@ -79,6 +79,7 @@ def margin_of(options):
 
 def framework_of(operands):
     """The adapter for these tensors; torch is in `sys.modules` if one of its tensors can be here."""
+    framework: types.ModuleType
     torch_tensor = getattr(sys.modules.get("torch"), "Tensor", ())
     if isinstance(operands.a_tensor, torch_tensor):
         framework, expected, article = torch_tensors, torch_tensor, "a torch tensor"
