@@ -82,7 +82,7 @@ def grouped_gemm(
       jax.errors.JaxRuntimeError: with the environment variable JAX_GROUPED_GEMM_DEBUG=1 when a call is traced, its
         values are checked on the device each time it runs, and a bad entry fails the program, as late as the result is
         waited for, with the text of the ValueError. For finding mistakes: the check waits for the values, and the
-        program cannot be exported. Unset, or 0, it costs nothing.
+        program cannot be exported or lowered for another platform. Unset, or 0, it costs nothing.
       RuntimeError: this machine cannot run the implementation asked for; the message says why.
       NotImplementedError: differentiation, vmap, and operands on a mesh with explicit axes or in a shard_map that
         checks varying axes.

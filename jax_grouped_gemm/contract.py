@@ -170,9 +170,11 @@ def check_tile(call, architectures):
         f"SM{arch}: " + ", ".join(f"{tile.mma_tiler_mn} with {tile.cluster_shape_mn}" for tile in tiles)
         for arch, tiles in config.TILES.items()
     )
-    where = f" for this process's GPUs, {' and '.join(f'SM{arch}' for arch in architectures)}" if architectures else ""
+    which = (
+        f", for this process's GPUs of {' and '.join(f'SM{arch}' for arch in architectures)}" if architectures else ""
+    )
     raise ValueError(
-        f"mma_tiler_mn and cluster_shape_mn must name a tile compiled{where}, of {compiled}; "
+        f"mma_tiler_mn and cluster_shape_mn must name a compiled tile{which} ({compiled}); "
         f"got {' with '.join('any' if pair is None else str(pair) for pair in wish)}; "
         "leave both out to have one chosen"
     )
@@ -736,9 +738,9 @@ def check_pointers(addresses):
         )
 
 
-def foreign_operand(name, found, framework):
+def foreign_operand(name, found, expected):
     return ValueError(
-        f"{name} must be a {'torch tensor or a JAX array' if framework is None else framework}; got {found}; "
+        f"{name} must be {expected}; got {type(found).__name__}; "
         "pass all operands as torch tensors, or all as JAX arrays"
     )
 

@@ -27,7 +27,8 @@ def checked(check, groups, m):
 
     def fail(groups):
         shape = jax.ShapeDtypeStruct(groups.shape, groups.dtype)
-        return io_callback(functools.partial(_raise, check, m), shape, groups)
+        nothing = io_callback(functools.partial(_raise, check, m), shape, groups)
+        return groups + nothing  # of the type of `groups`: in a shard_map, a callback's result varies over no axis
 
     # The result goes on to the call, so that nothing between the two is free to drop the check.
     return lax.cond(_any_bad(check, groups, m), fail, lambda groups: groups, groups)

@@ -16,6 +16,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--conformance-module",
+        default="jax_grouped_gemm",
+        help="the module whose names tests/conformance tests; any but ours needs torch and a GPU",
+    )
+
+
 def _has_gpu():
     try:
         return bool(jax.devices("cuda"))
@@ -61,6 +69,7 @@ def fake_launches(fresh_plans, monkeypatch):
     """What would have been launched by address; nothing is."""
     launches: list = []
     monkeypatch.setattr(direct, "Forward", compat_problems.fake_forward(launches))
+    monkeypatch.setattr(direct, "capturing", lambda device, stream: False)
     return launches
 
 

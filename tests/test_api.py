@@ -41,6 +41,20 @@ def test_default_output_dtype_is_that_of_a(case):
     assert grouped_gemm(**arguments).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("c_dtype", [None, "float32"])
+def test_c_is_returned_beside_d(rng, c_dtype):
+    case = oracle.make_case(
+        rng, 4, 70, 24, 16, offsets=[10, 10, 41, 60], bias="float16", generate_c=True, c_dtype=c_dtype
+    )
+    arguments = case.arguments()
+    eager = grouped_gemm(**arguments)
+    oracle.check(eager, case)
+    run = jax.jit(grouped_gemm, static_argnames=("b_major", "d_dtype", "generate_c", "c_dtype"))
+    for left, right in zip(eager, run(**arguments), strict=True):
+        same(left, right)
+    same(eager[0], grouped_gemm(**(arguments | {"generate_c": False, "c_dtype": None})))
+
+
 def test_changed_offsets_do_not_retrace(case):
     traces = 0
 
@@ -194,13 +208,18 @@ def test_hostile_group_sizes_under_jit(rng):
 
 @pytest.mark.parametrize("empty", ["l", "m", "n", "k"])
 @pytest.mark.parametrize("jit", [False, True])
-def test_zero_sizes(rng, empty, jit):
+@pytest.mark.parametrize("bias", [None, "bfloat16"])
+@pytest.mark.parametrize("generate_c", [False, True])
+def test_zero_sizes(rng, empty, jit, bias, generate_c):
     sizes = {"l": 3, "m": 20, "n": 16, "k": 16} | {empty: 0}
-    case = oracle.make_case(rng, **sizes, poison=False)
-    run = jax.jit(grouped_gemm, static_argnames=("b_major", "d_dtype")) if jit else grouped_gemm
+    case = oracle.make_case(rng, **sizes, bias=bias, generate_c=generate_c, c_dtype="float32")
+    static = ("b_major", "d_dtype", "generate_c", "c_dtype")
+    run = jax.jit(grouped_gemm, static_argnames=static) if jit else grouped_gemm
     got = run(**case.arguments())
-    assert got.shape == (sizes["m"], sizes["n"])
-    assert not np.asarray(got, np.float32).any()
+    oracle.check(got, case)
+    for output in got if generate_c else (got,):
+        assert output.shape == (sizes["m"], sizes["n"])
+        assert np.asarray(output, np.float32).any() == (empty == "k" and bias is not None)
 
 
 def test_empty_tuple_needs_n(case):
@@ -368,7 +387,9 @@ def test_unsupported_gpu_falls_back_and_says_so_once(case, monkeypatch, caplog):
 
 def test_version_is_public():
     assert jax_grouped_gemm.__version__
-    assert set(jax_grouped_gemm.__all__) == {"__version__", "grouped_gemm"}
+    names = {"grouped_gemm_jax_sm100", "grouped_gemm_wrapper_sm100", "GroupedGemmSm100"}
+    names |= {"grouped_gemm_wrapper", "GroupedGemm", "TupleDict"}
+    assert set(jax_grouped_gemm.__all__) == {"__version__", "grouped_gemm"} | names
 
 
 def test_the_docstring_example(capsys):

@@ -374,6 +374,15 @@ def test_jax_launch_by_address(rng, launches):
     assert key not in jax_arrays._scratch_of
 
 
+def test_nothing_is_read_during_a_capture(rng, launches, reads, monkeypatch):
+    arguments, _alive = compat_problems.jax_arguments(compat_problems.aligned_case(rng))
+    monkeypatch.setattr(direct, "capturing", lambda device, stream: stream == 77)
+    grouped_gemm_wrapper(**arguments, current_stream=77)
+    assert reads == []
+    grouped_gemm_wrapper(**arguments, current_stream=78)
+    assert len(reads) == len(launches) == 2
+
+
 def test_no_launch_by_address_under_tracing(launches, rng):
     arguments, _alive = compat_problems.jax_arguments(compat_problems.aligned_case(rng))
     with pytest.raises(ValueError, match="a_tensor must be concrete: it writes by address"):

@@ -22,11 +22,26 @@ def call(**changes):
     return jax.eval_shape(lambda **arrays: grouped_gemm(**arrays, **options), **present)
 
 
-OPTIONS = ("n", "b_major", "d_dtype", "implementation")
+OPTIONS = (
+    "n",
+    "b_major",
+    "d_dtype",
+    "generate_c",
+    "c_dtype",
+    "use_dynamic_sched",
+    "mma_tiler_mn",
+    "cluster_shape_mn",
+    "overlap_margin",
+    "implementation",
+)
 
 
 def test_the_call_without_changes_is_legal():
     assert call() == struct(64, 16)
+    assert call(generate_c=True, c_dtype=np.float16, bias=struct(4, 16)) == (
+        struct(64, 16),
+        struct(64, 16, dtype=jnp.float16),
+    )
 
 
 WRONG_CALLS = {
@@ -140,6 +155,45 @@ WRONG_CALLS = {
         "prob must be (M,) = (64,); got (64, 1); pass one factor per row of a",
     ),
     "prob dtype": ({"prob": struct(64)}, "prob must be float32; got bfloat16"),
+    "bias shape": (
+        {"bias": struct(16, 4)},
+        "bias must be (L, N) = (4, 16); got (16, 4); pass one row of N per expert",
+    ),
+    "bias dtype": (
+        {"bias": struct(4, 16, dtype=jnp.int32)},
+        "bias must be bfloat16, float16 or float32; got int32; cast it, e.g. bias.astype(jnp.float32)",
+    ),
+    "c_dtype": (
+        {"generate_c": True, "c_dtype": "float64"},
+        "c_dtype must be one of 'bfloat16', 'float16', 'float32'; got 'float64'",
+    ),
+    "c_dtype without C": (
+        {"c_dtype": "float32"},
+        "c_dtype must be None where C is no output; got 'float32'; pass generate_c=True for C",
+    ),
+    "generate_c": ({"generate_c": 1}, "generate_c must be True or False; got 1; it is static, a choice of the kernel"),
+    "use_dynamic_sched": (
+        {"use_dynamic_sched": "yes"},
+        "use_dynamic_sched must be True or False; got 'yes'; it is static, a choice of the kernel",
+    ),
+    "overlap_margin": (
+        {"overlap_margin": -1},
+        "overlap_margin must be an integer within [0, 2^31); got -1; pass how many SMs to leave free",
+    ),
+    "overlap_margin limit": ({"overlap_margin": 2**31}, "within [0, 2^31); got 2147483648"),
+    "overlap_margin type": ({"overlap_margin": 1.0}, "within [0, 2^31); got 1.0"),
+    "overlap_margin bool": ({"overlap_margin": True}, "within [0, 2^31); got True"),
+    "mma_tiler_mn type": (
+        {"mma_tiler_mn": 256},
+        "mma_tiler_mn must be two integers, for rows and columns; got 256; pass a tuple, or None to have it chosen",
+    ),
+    "mma_tiler_mn length": ({"mma_tiler_mn": (256, 256, 64)}, "two integers, for rows and columns; got (256, 256, 64)"),
+    "mma_tiler_mn entries": ({"mma_tiler_mn": (256.0, 256)}, "two integers, for rows and columns; got (256.0, 256)"),
+    "mma_tiler_mn text": ({"mma_tiler_mn": "ab"}, "two integers, for rows and columns; got 'ab'"),
+    "cluster_shape_mn type": (
+        {"cluster_shape_mn": (True, 1)},
+        "cluster_shape_mn must be two integers, for rows and columns; got (True, 1)",
+    ),
     "d_dtype": ({"d_dtype": "int8"}, "d_dtype must be one of 'bfloat16', 'float16', 'float32'; got 'int8'"),
     "not a dtype": ({"d_dtype": "number"}, "d_dtype must be one of 'bfloat16', 'float16', 'float32'; got 'number'"),
     "b_major": ({"b_major": "m"}, "b_major must be one of 'k', 'n'; got 'm'"),
@@ -154,6 +208,68 @@ WRONG_CALLS = {
 def test_wrong_calls(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call(**changes)
+
+
+# --- tiles ------------------------------------------------------------------------------------------------------------
+
+
+COMPILED = (
+    "(SM90: (256, 256) with (2, 1), (256, 192) with (2, 1), (128, 128) with (1, 1); "
+    "SM100: (256, 256) with (2, 1), (128, 256) with (1, 1))"
+)
+
+
+@pytest.mark.parametrize(
+    ("wish", "found"),
+    [
+        ({"mma_tiler_mn": (64, 64)}, "(64, 64) with any"),
+        ({"cluster_shape_mn": [4, 1]}, "any with (4, 1)"),
+        ({"mma_tiler_mn": (256, 256), "cluster_shape_mn": (1, 1)}, "(256, 256) with (1, 1)"),
+        ({"mma_tiler_mn": (0, 0)}, "(0, 0) with any"),
+    ],
+)
+@pytest.mark.parametrize("capabilities", [(), ("8.0",)])
+def test_a_tile_that_is_not_compiled(monkeypatch, wish, found, capabilities):
+    monkeypatch.setattr(ffi_call, "cuda_capabilities", lambda: capabilities)
+    message = (
+        f"mma_tiler_mn and cluster_shape_mn must name a compiled tile {COMPILED}; got {found}; "
+        "leave both out to have one chosen"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(**wish)
+
+
+@pytest.mark.parametrize(
+    ("wish", "compiled_for"),
+    [
+        ({"mma_tiler_mn": (256, 192)}, {"90"}),
+        ({"mma_tiler_mn": (128, 256), "cluster_shape_mn": (1, 1)}, {"100"}),
+        ({"mma_tiler_mn": [256, np.int64(256)]}, {"90", "100"}),
+        ({"cluster_shape_mn": (1, 1)}, {"90", "100"}),
+    ],
+)
+def test_a_tile_of_another_architecture(monkeypatch, wish, compiled_for):
+    for capabilities, architectures in (
+        ((), {"90", "100"}),
+        (("8.0",), {"90", "100"}),  # the reference will run
+        (("9.0",), {"90"}),
+        (("10.0", "10.3"), {"100"}),
+        (("10.0", "8.0"), {"100"}),
+        (("9.0", "10.0"), {"90", "100"}),
+    ):
+        monkeypatch.setattr(ffi_call, "cuda_capabilities", lambda capabilities=capabilities: capabilities)
+        if architectures & compiled_for:
+            call(**wish)
+            continue
+        (arch,) = architectures
+        message = f"must name a compiled tile, for this process's GPUs of SM{arch} {COMPILED}; got "
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call(**wish)
+
+
+def test_the_gpus_are_not_asked_without_a_wish(monkeypatch):
+    monkeypatch.setattr(ffi_call, "cuda_capabilities", None)
+    call(use_dynamic_sched=True, overlap_margin=4)
 
 
 @pytest.mark.parametrize(("symbol", "weights"), [(x, "dense") for x in "MNKL"] + [(x, "pointers") for x in "MKL"])

@@ -1,5 +1,6 @@
 """One traced program, lowered for CPU and for CUDA on a machine without a GPU."""
 
+import itertools
 import re
 
 import jax
@@ -29,10 +30,12 @@ WEIGHTS = {
 }
 
 
-def lower(platforms, weights="dense", scaled=False, **options):
+def lower(platforms, weights="dense", scaled=False, bias=None, **options):
     arrays = {"a": struct(64, 32), "offsets": struct(4, dtype=jnp.int32)} | WEIGHTS[weights]
     if scaled:
         arrays |= {"alpha": struct(4, dtype=jnp.float32), "prob": struct(64, dtype=jnp.float32)}
+    if bias is not None:
+        arrays |= {"bias": struct(4, 16, dtype=bias)}
     if weights == "pointers":
         options["n"] = 16
     run = jax.jit(lambda **arrays: grouped_gemm(**arrays, **options))
@@ -69,6 +72,10 @@ def test_attributes_and_operands(weights, scaled, d_dtype):
         'b_major = "k"',
         f"has_alpha = {str(scaled).lower()}",
         f"has_prob = {str(scaled).lower()}",
+        "has_bias = false",
+        "has_c = false",
+        "dynamic = false",
+        "overlap_margin = 0 : i64",
         "n = 16 : i64",
         'build_id = "the build"',
         "mhlo.backend_config = {",  # typed attributes
@@ -79,15 +86,88 @@ def test_attributes_and_operands(weights, scaled, d_dtype):
     operands += {"dense": ["4x16x32xbf16"], "tuple": ["16x32xbf16"] * 4, "pointers": ["32xui8"]}[weights]
     results = [f"64x16x{'bf16' if d_dtype == 'bfloat16' else 'f32'}"] + ([] if weights == "dense" else ["512xui8"])
     found_operands, found_results = line.rsplit(" : (", 1)[1].split(") -> ")
-    assert re.findall(r"tensor<([^>]+)>", found_operands) == operands
-    assert re.findall(r"tensor<([^>]+)>", found_results) == results
+    assert types(found_operands) == operands
+    assert types(found_results) == results
+
+
+SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+def types(part):
+    return re.findall(r"tensor<([^>]+)>", part)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("bias", [None, *config.D_DTYPES])
+@pytest.mark.parametrize("c_dtype", [None, "float16", "float32"])
+def test_bias_c_and_schedule(weights, dynamic, bias, c_dtype):
+    options = {} if c_dtype is None else {"generate_c": True, "c_dtype": c_dtype}
+    line = custom_call(lower(("cuda",), weights, True, bias, use_dynamic_sched=dynamic, overlap_margin=6, **options))
+    epilogue = {
+        None: "bfloat16_bias" if bias else "bfloat16_scaled",
+        "float16": "16bit_c_16bit",
+        "float32": "16bit_c_float32",
+    }[c_dtype]
+    for arch in config.TILES:
+        assert re.search(rf'sm{arch} = "sm{arch}_forward_\w+_{epilogue}"', line)
+    for attribute in (
+        f"has_bias = {str(bias is not None).lower()}",
+        f"has_c = {str(c_dtype is not None).lower()}",
+        f"dynamic = {str(dynamic).lower()}",
+        "overlap_margin = 6 : i64",
+    ):
+        assert attribute in line
+    operands, results = line.rsplit(" : (", 1)[1].split(") -> ")
+    # a, offsets, alpha, prob, bias, weights; D, C, scratch.
+    of_weights = {"dense": ["4x16x32xbf16"], "tuple": ["16x32xbf16"] * 4, "pointers": ["32xui8"]}[weights]
+    of_bias = [f"4x16x{SHORT[bias]}"] if bias else []
+    assert types(operands) == ["64x32xbf16", "4xi32", "4xf32", "64xf32", *of_bias, *of_weights]
+    scratch = (0 if weights == "dense" else 4 * 128) + (128 if dynamic else 0)
+    want = ["64x16xbf16"] + ([f"64x16x{SHORT[c_dtype]}"] if c_dtype else []) + ([f"{scratch}xui8"] if scratch else [])
+    assert types(results) == want
+
+
+def kernel_names(line):
+    return {int(arch): name for arch, name in re.findall(r'sm(\d+) = "(\w*)"', line)}
 
 
 def test_kernel_names_are_compiled_variants():
     names = {variant.name for arch in config.TILES for variant in config.variants(arch)}
-    line = custom_call(lower(("cuda",), "tuple", scaled=True, d_dtype="float16"))
-    assert set(re.findall(r'"(sm\d+_forward_\w+)"', line)) <= names
-    assert len(re.findall(r'"(sm\d+_forward_\w+)"', line)) == 2
+    for d_dtype, c_dtype, bias, scaled in itertools.product(
+        config.D_DTYPES, (None, *config.D_DTYPES), (None, "float16"), (False, True)
+    ):
+        options = {} if c_dtype is None else {"generate_c": True, "c_dtype": c_dtype}
+        line = custom_call(lower(("cuda",), "tuple", scaled, bias, d_dtype=d_dtype, **options))
+        assert set(kernel_names(line)) == set(config.TILES)
+        assert set(kernel_names(line).values()) <= names
+
+
+@pytest.mark.parametrize("arch", config.TILES)
+def test_every_tile_has_a_name_for_callers(arch):
+    for tile in config.TILES[arch]:
+        wish = {"mma_tiler_mn": tile.mma_tiler_mn, "cluster_shape_mn": tile.cluster_shape_mn}
+        found = kernel_names(custom_call(lower(("cuda",), **wish)))
+        assert f"_{tile}_" in found[arch]
+        for other in set(config.TILES) - {arch}:
+            same = config.tiles(other, **wish)
+            assert found[other] == "" if not same else f"_{same[0]}_" in found[other]
+
+
+def test_a_wish_leaves_the_rest_to_the_rule():
+    """Few rows per expert: the last tile, unless the wish rules it out."""
+    found = kernel_names(custom_call(lower(("cuda",), cluster_shape_mn=(2, 1))))
+    assert "_128x192x64_cluster2x1_" in found[90]
+    assert "_128x256x64_cluster2x1_pair_" in found[100]
+    found = kernel_names(custom_call(lower(("cuda",))))
+    assert "_128x128x64_cluster1x1_" in found[90]
+    assert "_128x256x64_cluster1x1_" in found[100]
+
+
+def test_without_k_nothing_is_multiplied():
+    arrays = {"a": struct(64, 0), "b": struct(4, 16, 0), "offsets": struct(4, dtype=jnp.int32), "bias": struct(4, 16)}
+    run = jax.jit(lambda **arrays: grouped_gemm(**arrays, implementation="cutedsl"))
+    assert "custom_call" not in run.trace(**arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_reference_on_cuda():

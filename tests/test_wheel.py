@@ -55,11 +55,12 @@ def test_contents(wheel):
         LIBRARY,
         "jax_grouped_gemm/_data/manifest.json",
         "jax_grouped_gemm/api.py",
+        "jax_grouped_gemm/compat/wrapper.py",
         info + "licenses/LICENSE",
     ):
         assert needed in names
     allowed = re.compile(
-        rf"jax_grouped_gemm/[a-z_]+\.(py|pyi|typed)|jax_grouped_gemm/_data/[a-z_.]+|{re.escape(info)}.*"
+        rf"jax_grouped_gemm/(compat/)?[a-z_]+\.(py|pyi|typed)|jax_grouped_gemm/_data/[a-z_.]+|{re.escape(info)}.*"
     )
     assert [name for name in names if not allowed.fullmatch(name)] == []
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_grouped_gemm import contract
+from jax_grouped_gemm import contract, direct
 from jax_grouped_gemm.compat import streams, through_xla, values
 
 _scratch_of: dict[int, list[jax.Array]] = {}  # id of D -> scratch of the launches that write it
@@ -48,12 +48,16 @@ def run(plan, operands, stream, by_address):
     traced = [name for name, x in operands._asdict().items() if isinstance(x, jax.core.Tracer)]
     if by_address and traced:
         raise contract.values_traced(traced[0])
-    _check_values(plan, operands)
     if not by_address:
+        _check_values(plan, operands)
         return through_xla.forward(operands._replace(c_tensor=None, d_tensor=None), call=plan.call)
     if capability(operands.a_tensor.device) is None:
+        _check_values(plan, operands)
         return _write_on_cpu(plan, operands)
-    return _launch(plan, operands, 0 if stream is None else streams.handle(stream))
+    device, handle = operands.a_tensor.device.local_hardware_id, 0 if stream is None else streams.handle(stream)
+    if not direct.capturing(device, handle):
+        _check_values(plan, operands)
+    return _launch(plan, operands, handle)
 
 
 def _check_values(plan, operands):

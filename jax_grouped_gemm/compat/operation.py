@@ -75,6 +75,11 @@ class GroupedGemm:
 
     def check_support(self):
         """True, or the ValueError or RuntimeError that says why not."""
+        self._support()
+        return True
+
+    def _support(self):
+        """The plan of the samples."""
         samples, options = self._samples, self._options
         contract.check_outputs_given(options, sample_d=samples.d_tensor, sample_c=samples.c_tensor)
         contract.check_sample_weights(samples.b_tensor is not None, **self._weights)
@@ -86,12 +91,12 @@ class GroupedGemm:
         if samples.b_tensor is None:
             contract.check_b_shape(self._weights["b_shape"], found.call.k)
         self._plan, self._sampled = found, options
-        return True
+        return found
 
     def compile(self):
         """Loads what the samples' call needs; nothing is compiled, here or ever."""
-        self.check_support()
-        self._framework.load(self._plan, self._plan.fixed["the device"])
+        found = self._support()
+        self._framework.load(found, found.fixed["the device"])
         self._compiled = True
 
     def execute(

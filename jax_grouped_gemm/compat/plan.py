@@ -79,17 +79,18 @@ def margin_of(options):
 
 def framework_of(operands):
     """The adapter for these tensors; torch is in `sys.modules` if one of its tensors can be here."""
-    torch = sys.modules.get("torch")
-    found = jax_arrays
-    if isinstance(operands.a_tensor, getattr(torch, "Tensor", ())):
-        found = torch_tensors
-    elif not isinstance(operands.a_tensor, jax.Array):
-        raise contract.foreign_operand("a_tensor", type(operands.a_tensor).__name__, None)
-    expected, name = (torch.Tensor, "torch tensor") if found is torch_tensors else (jax.Array, "JAX array")
-    for operand, x in zip(operands._fields, operands, strict=True):
+    framework: types.ModuleType
+    torch_tensor = getattr(sys.modules.get("torch"), "Tensor", ())
+    if isinstance(operands.a_tensor, torch_tensor):
+        framework, expected, article = torch_tensors, torch_tensor, "a torch tensor"
+    elif isinstance(operands.a_tensor, jax.Array):
+        framework, expected, article = jax_arrays, jax.Array, "a JAX array"
+    else:
+        raise contract.foreign_operand("a_tensor", operands.a_tensor, "a torch tensor or a JAX array")
+    for name, x in zip(operands._fields, operands, strict=True):
         if x is not None and not isinstance(x, expected):
-            raise contract.foreign_operand(operand, type(x).__name__, name)
-    return found
+            raise contract.foreign_operand(name, x, article)
+    return framework
 
 
 def layouts(framework, operands):

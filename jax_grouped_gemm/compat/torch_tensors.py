@@ -57,11 +57,13 @@ def _on_cuda(plan, operands, stream):
     cuda, call, device = _torch().cuda, plan.call, operands.a_tensor.device
     with cuda.device(device):
         current = cuda.current_stream()
+        capturing = cuda.is_current_stream_capturing()
         handle = current.cuda_stream if stream is None else streams.handle(stream)
         launch_on = current if handle == current.cuda_stream else cuda.ExternalStream(handle, device=device)
         # What is allocated here belongs to the launch's stream: memory that another stream has freed may be in use there.
         with contextlib.nullcontext() if launch_on is current else cuda.stream(launch_on):
-            if not cuda.is_current_stream_capturing():
+            # Either being captured forbids to wait for a copy to the host.
+            if not (capturing or cuda.is_current_stream_capturing()):
                 _check_values(plan, operands, _from_device)
             d = _output(operands.d_tensor, call, call.d_dtype, device)
             c = None if call.c_dtype is None else _output(operands.c_tensor, call, call.c_dtype, device)
