@@ -44,7 +44,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Ring:
-    """Tiles on their way to a CTA's warps, and claims on their way to it.
+    """Tiles on their way to a CTA's warps, and in a cluster of several CTAs claims on their way to each.
 
     pipe. Full: one arrival, by the scheduler warp. Empty: one per warp that reads tiles.
     told, in every CTA. Full when the first CTA of the cluster has written `claim`: its bytes, and one arrival of the CTA itself.
@@ -84,10 +84,11 @@ class TileScheduler:
 
     @cute.jit
     def _init_barriers(self, ring, warp: Int32):
-        if warp == 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_init(ring.told, 1)
-                cute.arch.mbarrier_init(ring.heard, self.cluster_size)
+        if cutlass.const_expr(self.cluster_size > 1):
+            if warp == 0:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_init(ring.told, 1)
+                    cute.arch.mbarrier_init(ring.heard, self.cluster_size)
 
     @cute.jit
     def publish_tiles(self, ring: Ring, problem):
@@ -181,8 +182,8 @@ class TileScheduler:
             else:
                 index += num_clusters
             state.advance()
-        if dynamic:
-            # The others' last arrivals come to this CTA's memory: it must still be there.
+        if cutlass.const_expr(self.cluster_size > 1):
+            # The others' last arrivals come to the first CTA's memory: it must still be there.
             if rank == 0 and claims > 0:
                 cute.arch.mbarrier_wait(ring.heard, claims - 1 & 1)
 
@@ -190,22 +191,24 @@ class TileScheduler:
     def claim(self, ring: Ring, counter: cute.Pointer, rank: Int32, claims: Int32):
         """The next value of the counter, the same one in all CTAs of the cluster. `claims`: how many came before."""
         lane = cute.arch.lane_idx()
+        value = Int32(0)
         if rank == 0:
-            if claims > 0:
-                cute.arch.mbarrier_wait(ring.heard, claims - 1 & 1)
-            value = Int32(0)
             if lane == 0:
                 value = cute.arch.atomic_add(counter.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
             value = cute.arch.shuffle_sync(value, 0)
-            if lane < self.cluster_size:
-                cute.arch.store_async_dsmem(ring.claim, value, ring.told, lane)
-        if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.told, CLAIM_BYTES)
-        cute.arch.mbarrier_wait(ring.told, claims & 1)
-        value = cute.make_tensor(ring.claim, cute.make_layout(1))[0]
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(ring.heard, 0)
+        if cutlass.const_expr(self.cluster_size > 1):
+            if rank == 0:
+                if claims > 0:
+                    cute.arch.mbarrier_wait(ring.heard, claims - 1 & 1)
+                if lane < self.cluster_size:
+                    cute.arch.store_async_dsmem(ring.claim, value, ring.told, lane)
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(ring.told, CLAIM_BYTES)
+            cute.arch.mbarrier_wait(ring.told, claims & 1)
+            value = cute.make_tensor(ring.claim, cute.make_layout(1))[0]
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(ring.heard, 0)
         return value
 
     @cute.jit
