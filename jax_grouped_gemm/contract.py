@@ -597,7 +597,7 @@ def check_no_jax_strides(operands):
 
 def check_target(entry, device, capability, kernels_only):
     """The device of a_tensor can run this name. capability: None where it is no GPU."""
-    if entry.sm100 and (capability is None or _version(capability) < (10, 0)):
+    if entry.sm100 and not _at_least_10(capability):
         found = str(device) if capability is None else f"compute capability {capability}"
         raise sm100_needed(entry, found)
     known = any(capability in found for found in config.CAPABILITIES.values())
@@ -605,8 +605,10 @@ def check_target(entry, device, capability, kernels_only):
         raise RuntimeError(f"{unsupported_capability((capability,))}; use jax_grouped_gemm.grouped_gemm on JAX arrays")
 
 
-def _version(capability):
-    return tuple(map(int, capability.split(".")))
+def _at_least_10(capability):
+    """Of NVIDIA's: other GPUs, and what is no GPU, have no such number."""
+    major = str(capability).partition(".")[0]
+    return major.isdecimal() and int(major) >= 10
 
 
 def sm100_needed(entry, found):

@@ -343,6 +343,13 @@ def test_no_copy_and_no_allocation_but_outputs_and_scratch(rng, cuda, monkeypatc
     assert cuda.launches[0].d == d.data_ptr()
 
 
+def test_a_c_that_is_not_asked_for_is_not_launched(rng, cuda):
+    arguments, _alive = compat_problems.torch_arguments(compat_problems.aligned_case(rng))
+    result = grouped_gemm_wrapper(**arguments, c_tensor=torch.zeros(1280, 48, 1).bfloat16())
+    assert result.c_tensor is None
+    assert cuda.launches[0].c == 0
+
+
 def test_wrong_values_are_not_launched(rng, cuda):
     arguments, _alive = compat_problems.torch_arguments(compat_problems.aligned_case(rng))
     arguments["padded_offsets"][1] = 100
@@ -372,7 +379,8 @@ def test_compile_loads(cuda, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "fits"), [("9.0", False), ("8.9", False), ("10.0", True), ("10.3", True), ("12.0", False)]
+    ("capability", "fits"),
+    [("9.0", False), ("8.9", False), ("10.0", True), ("10.3", True), ("12.0", False), ("gfx942", False)],
 )
 def test_targets_of_the_sm100_names(cuda, monkeypatch, capability, fits):
     monkeypatch.setattr(torch_tensors, "capability", lambda device: capability)
