@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import struct
 
 from jax_grouped_gemm import contract, ffi_call, library
 
@@ -17,6 +18,9 @@ class LibraryCall(ctypes.Structure):
         + [("weight_addresses", ctypes.POINTER(ctypes.c_uint64))]
         + [(name, ctypes.c_uint64) for name in ("d", "c", "scratch", "stream")]
     )  # fmt: skip
+
+
+_ADDRESSES = struct.Struct("11Q")  # from `a` to the end
 
 
 class Forward:
@@ -49,22 +53,23 @@ class Forward:
             overlap_margin=call.overlap_margin,
         )
 
-    def __call__(self, device, stream, **addresses):
+    def __call__(
+        self, device, stream, *, a, offsets, d, b=0, alpha=0, prob=0, bias=0, c=0, scratch=0, weight_addresses=None
+    ):
         """Enqueues the call. device: the GPU's ordinal; stream: a CUstream as an integer, 0 for the legacy default one.
 
-        addresses: by the names of jgg_call. Those of alpha, prob and bias may be left out (ones, ones, zeros);
-        weight_addresses, for weights "tuple", is a sequence.
+        The rest are addresses, as in jgg_call; weight_addresses, for weights "tuple", is a sequence, and b is 0 then.
 
         Raises:
           RuntimeError: what the library, or the driver, refuses.
         """
-        weights = addresses.pop("weight_addresses", None)
         call = LibraryCall.from_buffer_copy(self._template)
-        for name, address in addresses.items():
-            setattr(call, name, address)
-        if weights is not None:
-            call.weight_addresses = (ctypes.c_uint64 * len(weights))(*weights)
-        call.stream = stream
+        table, weights = 0, None
+        if weight_addresses is not None:
+            weights = (ctypes.c_uint64 * len(weight_addresses))(*weight_addresses)
+            table = ctypes.addressof(weights)
+        # All at once: an assignment to each field costs more than the call.
+        _ADDRESSES.pack_into(call, LibraryCall.a.offset, a, offsets, alpha, prob, bias, b, table, d, c, scratch, stream)
         self._launch(device, call)
 
     def load(self, device, stream=0):

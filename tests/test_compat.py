@@ -460,7 +460,7 @@ def test_fields_of_a_launch(library_calls):
         "overlap_margin": 6, "a": 1, "offsets": 2, "alpha": 3, "prob": 0, "bias": 4, "b": 0, "d": 6, "c": 7,
         "scratch": 8, "stream": 5,
     }  # fmt: skip
-    forward(0, 5, a=1)
+    forward(0, 5, a=1, offsets=2, d=3)
     assert library_calls["call"]["bias"] == 0, "a launch leaves nothing behind for the next"
 
 
@@ -472,7 +472,7 @@ def test_load_launches_nothing(library_calls):
 def test_errors_of_the_library(library_calls):
     library_calls["error"] = b"no kernel for device 0"
     with pytest.raises(RuntimeError, match="no kernel for device 0"):
-        direct.Forward(example_call())(0, 0)
+        direct.Forward(example_call())(0, 0, a=1, offsets=2, d=3)
 
 
 def test_errors_of_the_driver(monkeypatch):

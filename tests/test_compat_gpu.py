@@ -200,9 +200,10 @@ def test_memory_is_not_given_away_while_the_stream_is_busy(rng, dynamic):
     torch.cuda.synchronize()
     # Kernels loaded, memory at hand, and values seen, so that no look at them waits for the stream.
     grouped_gemm_wrapper(**arguments, use_dynamic_sched=dynamic, current_stream=side)
+    torch.full((128,), 255, dtype=torch.uint8, device="cuda")  # whose kernel would be loaded below
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(1_000_000_000)  # about 0.5 s
     result = grouped_gemm_wrapper(**arguments, use_dynamic_sched=dynamic, current_stream=side)
     del arguments["b_ptrs"]
     taken = [elsewhere.clone() for _ in range(64)]

@@ -252,11 +252,8 @@ class FakeCuda:
         self.current = types.SimpleNamespace(cuda_stream=40)
         self.entered = []
 
-    def device(self, device):
-        return contextlib.nullcontext()
-
-    def current_stream(self):
-        return self.current
+    def current_device(self):
+        return None  # a CPU tensor's index
 
     def is_current_stream_capturing(self):
         return self.capturing
@@ -273,6 +270,8 @@ class FakeCuda:
 def cuda(monkeypatch, fake_launches):
     fake = FakeCuda(fake_launches)
     stand_in = types.SimpleNamespace(cuda=fake)
+    stand_in._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda index: fake.current.cuda_stream)
+    torch_tensors._stream.cache_clear()
     for name in ("bfloat16", "float16", "float32", "uint8", "int64", "empty", "empty_strided"):
         setattr(stand_in, name, getattr(torch, name))
     monkeypatch.setattr(torch_tensors, "_torch", lambda: stand_in)

@@ -1,6 +1,6 @@
 """torch tensors. torch is never imported: whoever has a tensor has imported it."""
 
-import contextlib
+import functools
 import sys
 
 import jax
@@ -54,29 +54,48 @@ def run(plan, operands, stream, by_address=True):
 
 
 def _on_cuda(plan, operands, stream):
-    cuda, call, device = _torch().cuda, plan.call, operands.a_tensor.device
-    with cuda.device(device):
-        current = cuda.current_stream()
-        capturing = cuda.is_current_stream_capturing()
-        handle = current.cuda_stream if stream is None else streams.handle(stream)
-        launch_on = current if handle == current.cuda_stream else cuda.ExternalStream(handle, device=device)
-        # What is allocated here belongs to the launch's stream: memory that another stream has freed may be in use there.
-        with contextlib.nullcontext() if launch_on is current else cuda.stream(launch_on):
-            # Either being captured forbids to wait for a copy to the host.
-            if not (capturing or cuda.is_current_stream_capturing()):
-                _check_values(plan, operands, _from_device)
-            d = _output(operands.d_tensor, call, call.d_dtype, device)
-            c = None if call.c_dtype is None else _output(operands.c_tensor, call, call.c_dtype, device)
-            scratch = None
-            if call.scratch_bytes:
-                scratch = _torch().empty(call.scratch_bytes, dtype=_torch().uint8, device=device)
-        # Their memory is not given away before the launch is through, wherever it came from.
-        for tensor in (scratch, operands.b_ptrs):
-            if tensor is not None:
-                tensor.record_stream(launch_on)
-        tensors = operands._replace(d_tensor=d, c_tensor=c)
-        addresses = contract.StridedOperands(*[0 if x is None else x.data_ptr() for x in tensors])
-        plan.launch(device.index, handle, addresses, 0 if scratch is None else scratch.data_ptr())
+    """Switches device and stream only where they are not torch's current ones: that costs as much as the launch."""
+    cuda, device = _torch().cuda, operands.a_tensor.device
+    if device.index != cuda.current_device():
+        with cuda.device(device):
+            return _on_cuda(plan, operands, stream)
+    current = _current_stream(device.index)
+    handle = current if stream is None else streams.handle(stream)
+    if handle == current:
+        return _launch(plan, operands, handle, capturing=False)
+    capturing = cuda.is_current_stream_capturing()
+    # What is allocated there belongs to the launch's stream: memory that another has freed may still be in use here.
+    with cuda.stream(_stream(device, handle)):
+        return _launch(plan, operands, handle, capturing)
+
+
+def _current_stream(index):
+    """Its handle, as torch.compile's programs ask for it; `torch.cuda.current_stream` makes an object, slowly."""
+    return _torch()._C._cuda_getCurrentRawStream(index)
+
+
+@functools.lru_cache(maxsize=64)
+def _stream(device, handle):
+    """torch's object for a stream."""
+    return _torch().cuda.ExternalStream(handle, device=device)
+
+
+def _launch(plan, operands, handle, capturing):
+    """On torch's current stream and device. capturing: another stream, that the caller is on, is being captured."""
+    call, device = plan.call, operands.a_tensor.device
+    _check_values(plan, operands, _out_of_sight if capturing else _from_device)
+    d = _output(operands.d_tensor, call, call.d_dtype, device)
+    c = None if call.c_dtype is None else _output(operands.c_tensor, call, call.c_dtype, device)
+    scratch = None
+    if call.scratch_bytes:
+        scratch = _torch().empty(call.scratch_bytes, dtype=_torch().uint8, device=device)
+        # Its memory is not given away before the launch is through, wherever it came from.
+        scratch.record_stream(_stream(device, handle))
+    if operands.b_ptrs is not None:
+        operands.b_ptrs.record_stream(_stream(device, handle))
+    tensors = operands._replace(d_tensor=d, c_tensor=c)
+    addresses = contract.StridedOperands(*[0 if x is None else x.data_ptr() for x in tensors])
+    plan.launch(device.index, handle, addresses, 0 if scratch is None else scratch.data_ptr())
     return d, c
 
 
@@ -100,7 +119,12 @@ def _version(tensor):
 
 
 def _from_device(tensor):
-    return tensor.cpu().numpy()
+    """A capture of the current stream forbids to wait for a copy to the host."""
+    return None if _torch().cuda.is_current_stream_capturing() else tensor.cpu().numpy()
+
+
+def _out_of_sight(tensor):
+    del tensor
 
 
 # --- CPU --------------------------------------------------------------------------------------------------------------

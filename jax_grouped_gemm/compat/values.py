@@ -12,16 +12,19 @@ _checked: dict[int, tuple] = {}
 
 
 def check_offsets(plan, tensor, version, read):
-    """`read` gives the values as NumPy, which may wait for the device. version: None where it cannot be known."""
+    """`read` gives the values as NumPy, which may wait for the device, or None where they cannot be seen now.
+
+    version: None where it cannot be known.
+    """
     checked_for = (plan.call.m, plan.m_aligned)
-    if not _seen(tensor, version, checked_for):
-        contract.check_padded_offsets(read(tensor), *checked_for)
+    if not _seen(tensor, version, checked_for) and (found := read(tensor)) is not None:
+        contract.check_padded_offsets(found, *checked_for)
         _remember(tensor, version, checked_for)
 
 
 def check_pointers(tensor, version, read):
-    if not _seen(tensor, version, "pointers"):
-        contract.check_pointers(np.ascontiguousarray(read(tensor)).view(np.int64))
+    if not _seen(tensor, version, "pointers") and (found := read(tensor)) is not None:
+        contract.check_pointers(np.ascontiguousarray(found).view(np.int64))
         _remember(tensor, version, "pointers")
 
 
