@@ -72,7 +72,8 @@ def grouped_gemm(
 
     Returns:
       D, (M, N) of `d_dtype`; with `generate_c`, the tuple (D, C), C being (M, N) of `c_dtype`. Where M, N or L is 0,
-      zeros, and where K is 0 and there is no bias; with one, K = 0 leaves prob * bias in the rows of groups.
+      zeros, and where K is 0 and there is no bias; with one, K = 0 leaves prob * bias in the rows of groups,
+      whatever `alpha` is.
 
     Raises:
       ValueError: an operand's shape, dtype or alignment, an option, a tile that is not compiled (for this process's

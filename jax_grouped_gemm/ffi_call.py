@@ -111,8 +111,8 @@ def _log_once(message):
 
 def _implementation(platform, *operands, call):
     named = call.split(operands)
-    if call.k == 0:  # sums of nothing, for which no weights are read: a bias alone
-        return reference.grouped_gemm(call, *named._replace(b=jnp.zeros(call.b_shape, jnp.bfloat16)))
+    if call.k == 0:  # sums of nothing, which no weights and no alpha make anything of: the bias is left
+        return reference.grouped_gemm(call, *named._replace(alpha=None, b=jnp.zeros(call.b_shape, jnp.bfloat16)))
     choice = choose(platform, call.implementation)
     if choice.kernels:
         return _kernels(call, operands)

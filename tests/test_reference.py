@@ -201,6 +201,9 @@ def test_without_k_the_bias_is_left(rng):
     arguments = case.arguments()
     d, c = check(case)
     assert np.asarray(d, np.float32)[:30].all()
+    arguments["alpha"] = jnp.full(3, jnp.nan)
+    assert not np.isnan(np.asarray(grouped_gemm(**arguments)[0], np.float32)).any()
+    assert not np.asarray(grouped_gemm(**(arguments | {"bias": None, "prob": jnp.full(40, jnp.nan)}))[0]).any()
     for weights in ({"b": tuple(arguments["b"])}, {"b": None, "b_ptrs": np.zeros(3, np.int64), "n": 16}):
         got = grouped_gemm(**(arguments | weights))
         for left, right in zip(got, (d, c), strict=True):
