@@ -45,6 +45,8 @@ $(SETUP): pyproject.toml .ci/requirements.py
 	@$(RUN) .ci/requirements.py dev > $(VENV)/requirements.txt
 	@$(RUN) -m pip install --quiet --upgrade pip
 	@$(RUN) -m pip install --quiet -r $(VENV)/requirements.txt
+	@$(RUN) -m pip install --quiet "$$($(RUN) .ci/requirements.py torch)" 2>/dev/null \
+	    || echo "no torch of a fitting build on this package index: its tests are skipped (install one into $(VENV) to run them)"
 	@$(RUN) -c 'import os, sysconfig; open(sysconfig.get_path("purelib") + "/jax_grouped_gemm.pth", "w").write(os.getcwd())'
 	@touch $@
 endif

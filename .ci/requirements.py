@@ -2,6 +2,7 @@
 
 dev      what a working tree needs: run time (with JAX for the GPU that is there), build and development tools
 headers  the jaxlib whose FFI headers the library is built on; not installed, since the newest runs beside it
+torch    for the tests of torch tensors: a build without CUDA's libraries where there is no GPU, which not every index has
 """
 
 import subprocess
@@ -10,14 +11,19 @@ import tomllib
 from pathlib import Path
 
 
-def jax_for_this_machine():
-    """JAX with CUDA where there is an NVIDIA driver: CUDA 13 needs driver 580 or newer. Plain JAX elsewhere."""
+def driver_version():
+    """Major version of the NVIDIA driver, or None."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(".")[0]
-        return ["jax[cuda13]" if int(driver) >= 580 else "jax[cuda12]"]
+        return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(".")[0])
     except (OSError, subprocess.SubprocessError, ValueError):
-        return []
+        return None
+
+
+def jax_for_this_machine():
+    """JAX with CUDA where there is an NVIDIA driver: CUDA 13 needs driver 580 or newer. Plain JAX elsewhere."""
+    driver = driver_version()
+    return [] if driver is None else ["jax[cuda13]" if driver >= 580 else "jax[cuda12]"]
 
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
@@ -30,5 +36,6 @@ wanted = {
     + jax_for_this_machine(),
     # The first one, without its marker: the headers do not depend on the Python that fetches them.
     "headers": [oldest_jax[0].split(";")[0]],
+    "torch": ["torch==2.13.0+cpu" if driver_version() is None else "torch"],
 }
 print("\n".join(wanted[sys.argv[1]]))
