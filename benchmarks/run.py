@@ -134,7 +134,10 @@ def parse_args(argv):
 def main(argv=None):
     args = parse_args(argv)
     if jax.default_backend() != "gpu" and not args.smoke:
-        print("No GPU here: the rows would take hours. --smoke tries the benchmark itself.", file=sys.stderr)
+        print(
+            "No GPU here: the rows would take hours. To try the benchmark itself: make bench BENCH_ARGS=--smoke",
+            file=sys.stderr,
+        )
         return 2
     start = time.monotonic()
     now = datetime.datetime.now(datetime.UTC)

@@ -53,7 +53,8 @@ def grouped_gemm(
       n: N, the output columns; needed with `b_ptrs`.
       b_major: the contiguous dimension of the weights, "k" or "n".
       alpha: (L,) float32, a factor per expert; absent, it costs nothing.
-      prob: (M,) float32, a factor per row; absent, it costs nothing.
+      prob: (M,) float32, a factor per row; absent, it costs nothing. With a bias it multiplies the bias alone, as the
+        formula says: for prob * (a @ b[g].T + bias) leave it out, and multiply the result.
       bias: (L, N) bfloat16, float16 or float32, a row per expert; absent, it costs nothing.
       d_dtype: bfloat16, float16 or float32; by default that of `a`.
       generate_c: return C too; otherwise it is not written.
@@ -100,10 +101,12 @@ def grouped_gemm(
     contract.exactly_one(b=b, b_ptrs=b_ptrs)
     contract.exactly_one(offsets=offsets, group_sizes=group_sizes)
     weights, b = _weights(b, b_ptrs)
-    a = jnp.asarray(a)
+    a = _array("a", a)
     by_size = offsets is None
     groups = _groups(group_sizes if by_size else offsets)
-    operands = contract.Operands(a, _int32(groups), _optional(alpha), _optional(prob), _optional(bias), b)
+    operands = contract.Operands(
+        a, _int32(groups), _optional("alpha", alpha), _optional("prob", prob), _optional("bias", bias), b
+    )
     options = contract.Options(
         groups="group_sizes" if by_size else "offsets",
         n=n,
@@ -140,8 +143,8 @@ def _weights(b, b_ptrs):
     if b_ptrs is not None:
         return "pointers", (_pointers(b_ptrs),)
     if isinstance(b, (tuple, list)):
-        return "tuple", tuple(map(jnp.asarray, b))
-    return "dense", (jnp.asarray(b),)
+        return "tuple", tuple(_array(f"b[{i}]", w) for i, w in enumerate(b))
+    return "dense", (_array("b", b),)
 
 
 def _groups(groups):
@@ -173,5 +176,12 @@ def _pointers(b_ptrs):
     return jnp.asarray(b_ptrs)
 
 
-def _optional(x):
-    return None if x is None else jnp.asarray(x)
+def _optional(name, x):
+    return None if x is None else _array(name, x)
+
+
+def _array(name, x):
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise contract.not_an_array(name, x) from None

@@ -110,6 +110,11 @@ class Options:
     overlap_margin: int = 0
 
 
+def not_an_array(name, found):
+    torch = "; torch tensors go to grouped_gemm_wrapper" if type(found).__module__.startswith("torch") else ""
+    return ValueError(f"{name} must be a JAX or NumPy array; got {type(found).__name__}; convert it{torch}")
+
+
 def exactly_one(**arguments):
     """Of these arguments exactly one must be given."""
     given = [name for name, value in arguments.items() if value is not None]
@@ -200,6 +205,8 @@ def _weight_shape(name, b, leading, b_major, k):
     if b.ndim == len(dims) and b.shape[dims.index("K")] == k:
         return
     remedy = "pass weights for the K of a"
+    if b.ndim != len(dims):
+        remedy = f"reshape it to {len(dims)} dimensions"
     if b.ndim == len(dims) and b.shape[dims.index("N")] == k:
         remedy = f'pass b_major="{"n" if b_major == "k" else "k"}" if b is stored so'
     raise ValueError(f"{name} must be ({', '.join(dims)}) with K = a.shape[1] = {k}; got {b.shape}; {remedy}")
@@ -227,7 +234,7 @@ def _pointer_weights(options, b, k):
 def _wrong_pointers(found):
     return ValueError(
         "b_ptrs must be (L,) int64 or, without jax_enable_x64, (8 L,) uint8 (the same bytes, little-endian); "
-        f"got {found.shape} {found.dtype}; pass np.asarray(addresses, np.int64).view(np.uint8)"
+        f"got {found.shape} {found.dtype}; pass jnp.asarray(np.asarray(addresses, np.int64).view(np.uint8))"
     )
 
 
@@ -344,7 +351,7 @@ def check_offsets(offsets, m):
         if not previous <= end <= m:
             raise ValueError(
                 f"offsets must be non-decreasing ends of groups within [0, M = a.shape[0] = {m}]; "
-                f"got offsets[{g}] = {end} after {previous}; pass sizes as group_sizes="
+                f"got offsets[{g}] = {end} after {previous}; if these are sizes, pass group_sizes="
             )
         previous = end
 
@@ -357,7 +364,7 @@ def check_group_sizes(group_sizes, m):
         if size < 0 or total > m:
             raise ValueError(
                 f"group_sizes must be non-negative with a sum of at most M = a.shape[0] = {m}; "
-                f"got group_sizes[{g}] = {size}, a sum of {total} so far; pass ends as offsets="
+                f"got group_sizes[{g}] = {size}, a sum of {total} so far; if these are ends, pass offsets="
             )
 
 
@@ -590,7 +597,7 @@ def check_no_jax_strides(operands):
         if getattr(operands, name) is not None:
             expected = STRIDED_B["k"] if name == "b_tensor" else STRIDED[name]
             raise ValueError(
-                f"{name} must be a torch tensor: the document wants its strides to be ({', '.join(expected.strides)}), "
+                f"{name} must be a torch tensor: its strides have to be ({', '.join(expected.strides)}), "
                 f"which no JAX array has; got a JAX array; call jax_grouped_gemm.{call}"
             )
 
@@ -766,7 +773,8 @@ def wrong_margin(variable, found):
 
 def values_traced(name):
     return ValueError(
-        f"{name} must be concrete: it writes by address, which a traced program cannot; got a tracer; "
+        f"{name} must be concrete: with d_tensor, c_tensor or current_stream, and in execute, a call writes by address, "
+        "which a traced program cannot; got a tracer; "
         "call grouped_gemm_jax_sm100 or grouped_gemm there"
     )
 
@@ -825,6 +833,13 @@ def check_as_sampled(samples, found):
 def _not_as_sampled(what, sample, found):
     return ValueError(
         f"{what} must stay that of the samples, {sample}; got {found}; only M may change, make another object for it"
+    )
+
+
+def gradient_needed(name):
+    return NotImplementedError(
+        f"{name} requires a gradient, and none flows through this call; call it under torch.no_grad(), "
+        "or in the forward of a torch.autograd.Function of yours"
     )
 
 

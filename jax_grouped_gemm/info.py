@@ -8,7 +8,7 @@ import jax
 import jaxlib
 
 import jax_grouped_gemm
-from jax_grouped_gemm import ffi_call, library
+from jax_grouped_gemm import config, ffi_call, library
 
 
 def collect():
@@ -46,12 +46,13 @@ def _build():
 
 def _architecture(kernels):
     forward = [kernel for kernel in kernels if kernel["kind"] == "forward"]
-    tiles = {("x".join(map(str, kernel["tile"])), "x".join(map(str, kernel["cluster"]))) for kernel in forward}
+    tiles = {(*kernel["tile"], *kernel["cluster"]) for kernel in forward}
+    tiles = [config.Tile(m, n, cluster_m=rows, cluster_n=columns) for m, n, rows, columns in sorted(tiles)]
     return {
         "target": kernels[0]["target"],
         "kernels": len(kernels),
         "forward_kernels": len(forward),
-        "tiles": [f"{tile}, cluster {cluster}" for tile, cluster in sorted(tiles)],
+        "tiles": [f"mma_tiler_mn={tile.mma_tiler_mn}, cluster_shape_mn={tile.cluster_shape_mn}" for tile in tiles],
     }
 
 
@@ -123,7 +124,7 @@ def _build_lines(build):
     lines = [f"  build {build['build_id']}, CUTLASS DSL {build['dsl_version'] or 'unknown'}"]
     for arch in build["architectures"].values():
         lines.append(f"  {arch['target']}: {arch['kernels']} kernels, {arch['forward_kernels']} of them forward")
-        lines += [f"    tile {tile}" for tile in arch["tiles"]]
+        lines += [f"    {tile}" for tile in arch["tiles"]]
     return lines
 
 

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -99,6 +100,27 @@ def test_host_integers_of_any_width(case, as_given, x64):
     want = grouped_gemm(**arguments)
     with jax.enable_x64(x64) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(x64):
         same(grouped_gemm(**(arguments | {"offsets": given})), want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a": None}, "a must be a JAX or NumPy array; got NoneType; convert it"),
+        ({"b": {"w": 1}}, "b must be a JAX or NumPy array; got dict; convert it"),
+        ({"b": (None, None)}, "b[0] must be a JAX or NumPy array; got NoneType; convert it"),
+        ({"prob": "ones"}, "prob must be a JAX or NumPy array; got str; convert it"),
+    ],
+)
+def test_what_is_no_array(case, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        grouped_gemm(**(case.arguments() | changes))
+
+
+def test_a_torch_tensor(case):
+    torch = pytest.importorskip("torch")
+    a = torch.zeros(case.a.shape, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="a must be a JAX or NumPy array; got Tensor; convert it; torch tensors go to"):
+        grouped_gemm(**(case.arguments() | {"a": a}))
 
 
 def test_traced_scalars_in_a_list(case):

@@ -74,12 +74,12 @@ WRONG_CALLS = {
     ),
     "b rank": (
         {"b": struct(16, 32)},
-        "b must be (L, N, K) with K = a.shape[1] = 32; got (16, 32); pass weights for the K of a",
+        "b must be (L, N, K) with K = a.shape[1] = 32; got (16, 32); reshape it to 3 dimensions",
     ),
     "b dtype": ({"b": struct(4, 16, 32, dtype=jnp.float16)}, "b must be bfloat16; got float16"),
     "tuple rank": (
         {"b": [struct(16, 32)] * 3 + [struct(1, 16, 32)]},
-        "b[3] must be (N, K) with K = a.shape[1] = 32; got (1, 16, 32); pass weights for the K of a",
+        "b[3] must be (N, K) with K = a.shape[1] = 32; got (1, 16, 32); reshape it to 2 dimensions",
     ),
     "tuple shapes differ": (
         {"b": [struct(16, 32)] * 3 + [struct(8, 32)]},
@@ -105,7 +105,7 @@ WRONG_CALLS = {
     "pointers dtype": (
         {"b": None, "b_ptrs": struct(4, dtype=jnp.int32), "n": 16},
         "b_ptrs must be (L,) int64 or, without jax_enable_x64, (8 L,) uint8 (the same bytes, little-endian); "
-        "got (4,) int32; pass np.asarray(addresses, np.int64).view(np.uint8)",
+        "got (4,) int32; pass jnp.asarray(np.asarray(addresses, np.int64).view(np.uint8))",
     ),
     "pointers bytes": (
         {"b": None, "b_ptrs": struct(31, dtype=jnp.uint8), "n": 16},
@@ -290,14 +290,14 @@ WRONG_VALUES = {
     "decreasing": (
         {"offsets": [10, 30, 20, 40]},
         "offsets must be non-decreasing ends of groups within [0, M = a.shape[0] = 64]; "
-        "got offsets[2] = 20 after 30; pass sizes as group_sizes=",
+        "got offsets[2] = 20 after 30; if these are sizes, pass group_sizes=",
     ),
     "negative end": ({"offsets": [-1, 0, 0, 0]}, "got offsets[0] = -1 after 0"),
     "past M": ({"offsets": [0, 0, 65, 66]}, "got offsets[2] = 65 after 0"),
     "negative size": (
         {"group_sizes": [1, -1, 0, 0]},
         "group_sizes must be non-negative with a sum of at most M = a.shape[0] = 64; "
-        "got group_sizes[1] = -1, a sum of 0 so far; pass ends as offsets=",
+        "got group_sizes[1] = -1, a sum of 0 so far; if these are ends, pass offsets=",
     ),
     "sizes past M": ({"group_sizes": [60, 4, 1, 0]}, "got group_sizes[2] = 1, a sum of 65 so far"),
     "sizes past 2^31": ({"group_sizes": [0, 2**31 - 1, 2**31 - 1, 2]}, "got group_sizes[1] = 2147483647"),

@@ -18,14 +18,14 @@ BAD = {
     "decreasing": (
         {"offsets": [10, 30, 20, 40]},
         "offsets must be non-decreasing ends of groups within [0, M = a.shape[0] = 64]; "
-        "got offsets[2] = 20 after 30; pass sizes as group_sizes=",
+        "got offsets[2] = 20 after 30; if these are sizes, pass group_sizes=",
     ),
     "negative end": ({"offsets": [-1, 0, 0, 0]}, "got offsets[0] = -1 after 0"),
     "past M": ({"offsets": [0, 0, 65, 3]}, "got offsets[2] = 65 after 0"),
     "negative size": (
         {"group_sizes": [1, -1, 0, 0]},
         "group_sizes must be non-negative with a sum of at most M = a.shape[0] = 64; "
-        "got group_sizes[1] = -1, a sum of 0 so far; pass ends as offsets=",
+        "got group_sizes[1] = -1, a sum of 0 so far; if these are ends, pass offsets=",
     ),
     "sizes past 2^31": ({"group_sizes": [0, 2**31 - 1, 2**31 - 1, 2]}, "got group_sizes[1] = 2147483647"),
 }

@@ -12,7 +12,7 @@ import jax_grouped_gemm
 from jax_grouped_gemm import ffi_call, info, library
 
 
-def kernel(name, arch, kind, tile=(128, 256, 64), cluster=(2, 1)):
+def kernel(name, arch, kind, tile=(128, 256), cluster=(2, 1)):
     return {
         "name": name,
         "arch": arch,
@@ -86,7 +86,7 @@ def test_kernels_per_architecture(built):
     text = info.as_text()
     assert "build abc, CUTLASS DSL 4.8.1" in text
     assert text.index("sm_90a: 3 kernels, 2 of them forward") < text.index("sm_100f: 1 kernels, 1 of them forward")
-    assert text.count("tile 128x256x64, cluster 2x1") == 2
+    assert text.count("mma_tiler_mn=(256, 256), cluster_shape_mn=(2, 1)") == 2
 
 
 def test_what_a_call_would_use_on_a_gpu(built, monkeypatch):

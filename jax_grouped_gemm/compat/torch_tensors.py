@@ -46,6 +46,10 @@ def load(plan, device):
 def run(plan, operands, stream, by_address=True):
     """(D, C or None), into d_tensor and c_tensor where given."""
     del by_address  # always
+    if _torch().is_grad_enabled():
+        for name, x in zip(operands._fields, operands, strict=True):
+            if x is not None and x.requires_grad:
+                raise contract.gradient_needed(name)
     run_on = _on_cpu if operands.a_tensor.device.type == "cpu" else _on_cuda
     return run_on(plan, operands, stream)
 

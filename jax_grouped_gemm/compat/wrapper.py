@@ -115,12 +115,13 @@ def grouped_gemm_wrapper(
 
     Returns:
       `TupleDict` of d_tensor and c_tensor, in this order; c_tensor is None unless `generate_c`. New torch tensors belong
-      to the launch's stream. Gradients do not flow through them.
+      to the launch's stream.
 
     Raises:
       ValueError: what docs/errors.md lists, before anything is launched. Values of offsets and addresses are looked at
         once per tensor and change of it; not in a traced program, nor while the stream is captured into a graph.
       RuntimeError: this machine, or the library, cannot.
+      NotImplementedError: a torch operand requires a gradient, and torch records it.
     """
     del vector_f32
     operands = StridedOperands(
