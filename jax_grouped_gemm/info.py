@@ -46,8 +46,8 @@ def _build():
 
 def _architecture(kernels):
     forward = [kernel for kernel in kernels if kernel["kind"] == "forward"]
-    tiles = {(*kernel["tile"], *kernel["cluster"]) for kernel in forward}
-    tiles = [config.Tile(m, n, cluster_m=rows, cluster_n=columns) for m, n, rows, columns in sorted(tiles)]
+    found = sorted({(*kernel["tile"], *kernel["cluster"]) for kernel in forward})
+    tiles = [config.Tile(m, n, cluster_m=rows, cluster_n=columns) for m, n, rows, columns in found]
     return {
         "target": kernels[0]["target"],
         "kernels": len(kernels),
