@@ -723,6 +723,21 @@ def check_addresses(addresses):
             )
 
 
+def check_outputs_apart(addresses, sizes):
+    """An output shares no memory with anything else: other tiles would still read, or also write, what one has written.
+
+    Both `StridedOperands`: where tensors start, and their bytes; 0 where absent.
+    """
+    for output in ("c_tensor", "d_tensor"):
+        start, end = getattr(addresses, output), getattr(addresses, output) + getattr(sizes, output)
+        for name, address, size in zip(addresses._fields, addresses, sizes, strict=True):
+            if name != output and address and address < end and start < address + size:
+                raise ValueError(
+                    f"{output} must share no memory with {name}; got addresses {start:#x} to {end:#x} and {address:#x} to "
+                    f"{address + size:#x}; pass a tensor of its own"
+                )
+
+
 def check_padded_offsets(offsets, m, m_aligned):
     """Concrete ends: non-decreasing, within [0, M], multiples of m_aligned."""
     offsets = np.asarray(offsets, np.int64)

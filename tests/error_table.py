@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import jax_grouped_gemm as package
-from jax_grouped_gemm import contract, direct, ffi_call, library
+from jax_grouped_gemm import direct, ffi_call, library
 from jax_grouped_gemm.compat import plan, streams, torch_tensors
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "errors.md"
@@ -120,8 +120,14 @@ def with_patch(target, name, value, run):
     return inside
 
 
-def unaligned():
-    contract.check_addresses(contract.StridedOperands(*[2**40 + 2] * len(contract.StridedOperands._fields)))
+def overlapping(**where):
+    """Outputs in the memory of something else; all of them in one storage, so that the text has no random addresses."""
+    storage = zeros(3 * M * N)
+
+    def part(first):
+        return storage[first : first + M * N].view(M, N, 1)
+
+    return call(**{name: part(first) for name, first in where.items()}, generate_c=True)
 
 
 def traced_output():
@@ -210,7 +216,7 @@ ROWS = {
         "two devices": lambda: call(prob_tensor=torch.ones(M, 1, 1, device="meta")),
         "neither CUDA nor CPU": lambda: call(**{name: x.to("meta") for name, x in tensors().items()}),
     },
-    "alignment": {"an address": unaligned},
+    "alignment": {"an address": lambda: call(a_tensor=zeros(M * K + 1)[1:].view(M, K, 1))},
     "values": {
         "offsets decrease": lambda: call(padded_offsets=int32(512, 256)),
         "offsets past M": lambda: call(padded_offsets=int32(256, 768)),
@@ -224,6 +230,7 @@ ROWS = {
         "d strides": lambda: call(d_tensor=zeros(N, M).t()[:, :, None]),
         "d dtype": lambda: call(d_tensor=zeros(M, N, 1, dtype=torch.float32)),
         "c dtype": lambda: call(c_tensor=zeros(M, N, 1, dtype=torch.float32), generate_c=True),
+        "c and d in one place": lambda: overlapping(d_tensor=0, c_tensor=M * N - 8),
         "cd_major": lambda: call(cd_major="m"),
         "written by address under tracing": traced_output,
     },
@@ -236,6 +243,7 @@ ROWS = {
         "m_aligned": lambda: call(m_aligned=0),
         "m_aligned of an _sm100 name": lambda: call("grouped_gemm_wrapper_sm100", m_aligned=128),
         "generate_c": lambda: call(generate_c="yes"),
+        "1 is not True": lambda: call(generate_c=1),
         "use_dynamic_sched": lambda: call(use_dynamic_sched=2),
         "overlap_margin": lambda: call(overlap_margin=-1),
         "the environment's margin": margin,

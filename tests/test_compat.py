@@ -90,6 +90,12 @@ def test_tuple_dict_by_name_position_and_unpacking():
     assert dict(result) == dict(result.items()) == {"d_tensor": x, "c_tensor": y}
     assert repr(TupleDict(d_tensor=1, c_tensor=None)) == "TupleDict(d_tensor=1, c_tensor=None)"
     assert "d_tensor" in dir(result)
+    assert isinstance(result, dict)
+    assert "d_tensor" in result
+    assert "e_tensor" not in result
+    assert (result.get("c_tensor"), result.get("e_tensor", 3)) == (y, 3)
+    assert result == TupleDict(d_tensor=x, c_tensor=y) != TupleDict(d_tensor=x, c_tensor=None)
+    assert {**result} == {"d_tensor": x, "c_tensor": y}
 
 
 def test_tuple_dict_lacks_other_names():
@@ -169,7 +175,7 @@ def test_spellings_of_streams(stream, handle):
     assert streams.handle(stream) == handle
 
 
-@pytest.mark.parametrize("stream", ["7", 7.0, object()])
+@pytest.mark.parametrize("stream", ["7", 7.0, object(), True, b"7", -1, 2**64, types.SimpleNamespace(cuda_stream=None)])
 def test_what_is_no_stream(stream):
     with pytest.raises(ValueError, match=re.escape(f"got {stream!r}; pass None for the current stream")):
         streams.handle(stream)
@@ -258,7 +264,7 @@ def test_jax_entry_eagerly_needs_sm100(rng):
     arguments, _alive = compat_problems.jax_arguments(compat_problems.aligned_case(rng))
     del arguments["b_major"], arguments["b_dtype"]
     with pytest.raises(
-        RuntimeError, match=r"grouped_gemm_jax_sm100 needs a GPU of .* 10.0 or newer; found TFRT_CPU_0|cpu"
+        RuntimeError, match=r"grouped_gemm_jax_sm100 needs a GPU of .* 10.0 or newer; found (TFRT_CPU_0|cpu)"
     ):
         grouped_gemm_jax_sm100(**arguments)
 
@@ -401,6 +407,23 @@ def test_compile_loads(launches, rng):
     assert launches == ["load"]
 
 
+def test_scratch_of_another_size(rng, launches):
+    """A launch into the same D that needs more gets more."""
+    case = compat_problems.aligned_case(rng)
+    arguments, _alive = compat_problems.jax_arguments(case)
+    d = grouped_gemm_wrapper(**arguments, current_stream=0).d_tensor
+    grouped_gemm_wrapper(**arguments, d_tensor=d, use_dynamic_sched=True)
+    sizes = {x.unsafe_buffer_pointer(): x.size for x in jax_arrays._scratch_of[id(d)]}
+    assert [sizes[launch.scratch] for launch in launches] == [4 * 128, 4 * 128 + 128]
+
+
+def test_outputs_by_address_share_no_memory(rng, launches):
+    arguments, _alive = compat_problems.jax_arguments(compat_problems.aligned_case(rng, n=32, k=32))
+    with pytest.raises(ValueError, match="d_tensor must share no memory with a_tensor"):
+        grouped_gemm_wrapper(**arguments, d_tensor=arguments["a_tensor"])
+    assert not launches
+
+
 # --- the library's struct ---------------------------------------------------------------------------------------------
 
 
@@ -475,6 +498,20 @@ def test_errors_of_the_library(library_calls):
         direct.Forward(example_call())(0, 0, a=1, offsets=2, d=3)
 
 
+def test_the_context_is_current_during_a_call_only(monkeypatch):
+    calls = []
+
+    class Driver:
+        def __getattr__(self, name):
+            return lambda *arguments: calls.append(name) or 0
+
+    monkeypatch.setattr(direct, "_driver", Driver)
+    monkeypatch.setattr(direct, "_retained", lambda device: device)
+    with direct.PrimaryContext(3):
+        assert calls == ["cuCtxPushCurrent_v2"]
+    assert calls == ["cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"]
+
+
 def test_errors_of_the_driver(monkeypatch):
     monkeypatch.setattr(direct, "_driver", lambda: types.SimpleNamespace(cuInit=lambda flags: 100))
     with pytest.raises(RuntimeError, match="the CUDA driver refused cuInit with code 100"):
@@ -511,6 +548,19 @@ def test_repeated_calls_check_descriptors_once(rng, monkeypatch, fresh_plans):
     grouped_gemm_wrapper(**arguments, mma_tiler_mn=[256, 256])  # a list cannot be remembered, but is legal
     grouped_gemm_wrapper(**arguments, mma_tiler_mn=[256, 256])
     assert len(checks) == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"generate_c": 1}, {"use_dynamic_sched": 0}, {"overlap_margin": 0.0}, {"m_aligned": 256.0}, {"mma_tiler_mn": (256.0, 256)}],
+)  # fmt: skip
+def test_memo_tells_equal_values_of_other_types_apart(rng, options):
+    """What is refused is refused after a legal call that is equal to it, too."""
+    arguments, _alive = compat_problems.jax_arguments(compat_problems.aligned_case(rng))
+    legal = {"generate_c": True, "use_dynamic_sched": False, "overlap_margin": 0, "m_aligned": 256, "mma_tiler_mn": (256, 256)}  # fmt: skip
+    grouped_gemm_wrapper(**arguments, **{name: legal[name] for name in options})
+    with pytest.raises(ValueError, match=next(iter(options))):
+        grouped_gemm_wrapper(**arguments, **options)
 
 
 def test_memo_is_bounded(fresh_plans):

@@ -337,6 +337,84 @@ def test_nothing_is_read_during_a_capture(rng, cuda, reads):
     assert len(reads) == 2
 
 
+def test_nothing_is_read_while_the_callers_stream_is_captured(rng, cuda, reads, monkeypatch):
+    """Though the call goes to another, which is not."""
+    arguments, _alive = compat_problems.torch_arguments(compat_problems.aligned_case(rng), discrete=True)
+    cuda.capturing = True
+
+    @contextlib.contextmanager
+    def elsewhere(stream):
+        cuda.capturing = False
+        yield
+        cuda.capturing = True
+
+    monkeypatch.setattr(cuda, "stream", elsewhere)
+    grouped_gemm_wrapper(**arguments, current_stream=50)
+    assert reads == []
+    assert len(cuda.launches) == 1
+
+
+def test_runs_on_the_device_of_its_operands(rng, cuda, monkeypatch):
+    """Which is torch's current one during the call, whatever it was before."""
+    arguments, _alive = compat_problems.torch_arguments(compat_problems.aligned_case(rng))
+    current = [1]
+
+    @contextlib.contextmanager
+    def on(device):
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    cuda.device = on
+    monkeypatch.setattr(cuda, "current_device", lambda: current[0])
+    seen = []
+    monkeypatch.setattr(torch_tensors, "_current_stream", lambda index: seen.append((index, current[0])) or 40)
+    grouped_gemm_wrapper(**arguments)
+    assert seen == [(None, None)]  # a CPU tensor's index
+    assert current == [1]
+
+
+def test_compile_loads_on_the_device_of_the_samples(fake_launches):
+    devices = []
+    plan = types.SimpleNamespace(forward=types.SimpleNamespace(load=devices.append))
+    torch_tensors.load(plan, torch.device("cuda", 1))
+    torch_tensors.load(plan, torch.device("cpu"))
+    assert devices == [1]
+
+
+@pytest.mark.parametrize("name", ["a_tensor", "c_tensor", "prob_tensor"])
+def test_outputs_share_no_memory(rng, name):
+    arguments, _alive = compat_problems.torch_arguments(
+        compat_problems.aligned_case(rng, n=32, k=32, generate_c=True, c_dtype="bfloat16")
+    )
+    storage = torch.zeros(1280 * 32 * 2 + 1280 * 32).bfloat16()
+    d = storage[: 1280 * 32].view(1280, 32, 1)
+    if name == "prob_tensor":
+        last_of_d = storage[1280 * 32 - 8 :].view(torch.float32)[:1280]
+        arguments[name] = last_of_d.copy_(arguments[name][:, 0, 0])[:, None, None]
+    elif name == "a_tensor":
+        arguments[name] = d
+    else:
+        arguments[name] = storage[1280 * 32 - 8 :][: 1280 * 32].view(1280, 32, 1)
+    with pytest.raises(ValueError, match=r"[cd]_tensor must share no memory with"):
+        grouped_gemm_wrapper(**arguments, d_tensor=d)
+    # Side by side is no overlap.
+    arguments |= compat_problems.torch_arguments(compat_problems.aligned_case(rng, n=32, k=32))[0]
+    arguments["c_tensor"] = storage[1280 * 32 :][: 1280 * 32].view(1280, 32, 1)
+    grouped_gemm_wrapper(**arguments, d_tensor=d)
+
+
+def test_torch_knows_that_outputs_changed(rng):
+    """So that a gradient that needs what was there before is an error, as after torch's own writes."""
+    case = compat_problems.aligned_case(rng)
+    arguments, _alive = compat_problems.torch_arguments(case)
+    d, x = torch.ones(1280, 48, 1).bfloat16(), torch.ones(1, requires_grad=True)
+    loss = (d * x).sum()
+    grouped_gemm_wrapper(**arguments, d_tensor=d)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_no_copy_and_no_allocation_but_outputs_and_scratch(rng, cuda, monkeypatch):
     arguments, _alive = compat_problems.torch_arguments(compat_problems.aligned_case(rng, bias="float32"))
     d = torch.zeros(1280, 48, 1).bfloat16()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jax_grouped_gemm import contract, debug, ffi_call, grouped_gemm, library
+from jax_grouped_gemm import contract, debug, ffi_call, grouped_gemm, grouped_gemm_wrapper, library
 
 M = 64
 A, B = np.ones((M, 8), oracle.BF16), np.ones((4, 8, 8), oracle.BF16)
@@ -150,6 +150,25 @@ def test_it_is_read_at_each_trace(monkeypatch):
     monkeypatch.setenv(debug.SWITCH, "1")
     jax.block_until_ready(run(int32([5, 3, 8, 9])))  # traced before
     fails(jax.jit(call("offsets")), "got offsets[1] = 3 after 5", int32([5, 3, 8, 9]))
+
+
+def test_through_the_documents_names(monkeypatch):
+    """Their program is traced once for the same shapes, whatever program it is part of: with and without the switch."""
+    addresses = jnp.asarray(np.array([w.ctypes.data for w in B], np.int64).view(np.uint8))
+    operands = {"a_tensor": jnp.asarray(A)[:, :, None], "alpha_tensor": jnp.ones(4), "prob_tensor": jnp.ones((M, 1, 1))}
+    weights = {"b_ptrs": addresses, "n": 8, "b_dtype": "bfloat16"}
+
+    def program():
+        return jax.jit(
+            lambda ends: grouped_gemm_wrapper(padded_offsets=ends, **operands, **weights, m_aligned=1).d_tensor
+        )
+
+    bad = int32([5, 3, 8, 9])
+    jax.block_until_ready(program()(bad))
+    monkeypatch.setenv(debug.SWITCH, "1")
+    fails(program(), "got offsets[1] = 3 after 5", bad)
+    monkeypatch.delenv(debug.SWITCH)
+    jax.block_until_ready(program()(bad))
 
 
 def test_eager_calls_are_checked_by_the_host_alone(switched_on, monkeypatch):

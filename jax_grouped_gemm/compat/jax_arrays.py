@@ -52,6 +52,8 @@ def run(plan, operands, stream, by_address):
         _check_values(plan, operands)
         return through_xla.forward(operands._replace(c_tensor=None, d_tensor=None), call=plan.call)
     if capability(operands.a_tensor.device) is None:
+        if stream is not None:
+            streams.handle(stream)  # nothing here runs on one, but it has to be one
         _check_values(plan, operands)
         return _write_on_cpu(plan, operands)
     device, handle = operands.a_tensor.device.local_hardware_id, 0 if stream is None else streams.handle(stream)
@@ -69,6 +71,7 @@ def _check_values(plan, operands):
 
 
 def _write_on_cpu(plan, operands):
+    plan.check_outputs_apart(_addresses(operands if plan.call.c_dtype else operands._replace(c_tensor=None)))
     results = through_xla.forward(operands._replace(c_tensor=None, d_tensor=None), call=plan.call)
     return tuple(
         result if given is None or result is None else _overwritten(given, np.asarray(result))
@@ -85,10 +88,14 @@ def _launch(plan, operands, stream):
     call, device = plan.call, operands.a_tensor.device
     d = _output(operands.d_tensor, call, call.d_dtype, device)
     c = None if call.c_dtype is None else _output(operands.c_tensor, call, call.c_dtype, device)
-    tensors = operands._replace(d_tensor=d, c_tensor=c)
-    addresses = contract.StridedOperands(*[0 if x is None else x.unsafe_buffer_pointer() for x in tensors])
+    addresses = _addresses(operands._replace(d_tensor=d, c_tensor=c))
+    plan.check_outputs_apart(addresses)
     plan.launch(device.local_hardware_id, stream, addresses, _scratch(call.scratch_bytes, d))
     return d, c
+
+
+def _addresses(operands):
+    return contract.StridedOperands(*[0 if x is None else x.unsafe_buffer_pointer() for x in operands])
 
 
 def _output(given, call, dtype, device):

@@ -87,7 +87,11 @@ class GroupedGemm:
             device = samples.a_tensor[3]
             samples = samples._replace(b_ptrs=self._framework.pointers_layout(self._weights["num_experts"], device))
             options = options._replace(n=self._weights["b_shape"][0])
-        found = plan.plan_for(plan.Request(self._entry, self._framework, samples, options, plan.margin_of(options)))
+        found = plan.plan_for(
+            plan.Request(
+                self._entry, self._framework, samples, options, plan.margin_of(options), plan.types_of(options)
+            )
+        )
         if samples.b_tensor is None:
             contract.check_b_shape(self._weights["b_shape"], found.call.k)
         self._plan, self._sampled = found, options

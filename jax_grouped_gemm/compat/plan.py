@@ -30,6 +30,7 @@ class Request(NamedTuple):
     operands: contract.StridedOperands
     options: contract.StridedOptions
     margin: str | None
+    types: tuple = ()  # of the options: 1 equals True, but is refused
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,6 +46,27 @@ class Plan:
     def forward(self):
         """The launch by address."""
         return direct.Forward(self.call, self.bias_dtype)
+
+    def check_outputs_apart(self, addresses):
+        """For outputs that the caller brought."""
+        contract.check_outputs_apart(addresses, self._bytes)
+
+    @functools.cached_property
+    def _bytes(self):
+        """Of every operand, as `contract.StridedOperands`."""
+        m, n, k, l = self.call.m, self.call.n, self.call.k, self.call.l
+        width = {None: 0, "bfloat16": 2, "float16": 2, "float32": 4}
+        return contract.StridedOperands(
+            a_tensor=2 * m * k,
+            padded_offsets=4 * l,
+            alpha_tensor=4 * l,
+            b_tensor=2 * l * n * k,
+            b_ptrs=8 * l,
+            bias_tensor=width[self.bias_dtype] * l * n,
+            prob_tensor=4 * m,
+            c_tensor=width[self.call.c_dtype] * m * n,
+            d_tensor=width[self.call.d_dtype] * m * n,
+        )
 
     def launch(self, device, stream, addresses, scratch):
         """By address, on a stream. addresses: `contract.StridedOperands`, 0 where a tensor is absent."""
@@ -69,7 +91,12 @@ class Plan:
 def request(entry, operands, options):
     """The request that these tensors make."""
     framework = framework_of(operands)
-    return Request(entry, framework, layouts(framework, operands), options, margin_of(options))
+    return Request(entry, framework, layouts(framework, operands), options, margin_of(options), types_of(options))
+
+
+def types_of(options):
+    tiles = [tuple(map(type, x)) for x in (options.mma_tiler_mn, options.cluster_shape_mn) if isinstance(x, tuple)]
+    return (*map(type, options), *tiles)
 
 
 def margin_of(options):

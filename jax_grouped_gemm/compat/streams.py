@@ -7,12 +7,12 @@ from jax_grouped_gemm import contract
 
 def handle(stream):
     """For an integer, a torch stream, CUDA's own Python objects, and what implements __cuda_stream__."""
-    if hasattr(stream, "cuda_stream"):
-        return int(stream.cuda_stream)
-    if hasattr(stream, "__cuda_stream__"):
-        _version, found = stream.__cuda_stream__()
-        return int(found)
-    if not isinstance(stream, (str, float)):
-        with contextlib.suppress(TypeError, ValueError):
-            return int(stream)
+    found = stream
+    with contextlib.suppress(TypeError, ValueError):
+        if hasattr(stream, "cuda_stream"):
+            found = stream.cuda_stream
+        elif hasattr(stream, "__cuda_stream__"):
+            _version, found = stream.__cuda_stream__()
+        if not isinstance(found, (bool, str, bytes, float)) and 0 <= int(found) < 2**64:
+            return int(found)
     raise contract.no_stream(stream)

@@ -4,15 +4,22 @@ import functools
 
 import jax
 
+from jax_grouped_gemm import debug
 from jax_grouped_gemm.api import grouped_gemm
 
 
-@functools.partial(jax.jit, static_argnames="call")
 def forward(operands, *, call):
     """D (M, N, 1), and C or None. operands: `contract.StridedOperands` of arrays, a_tensor (M, K, 1), prob (M, 1, 1).
 
     b_tensor, if there, is the native array (L, N, K) or (L, K, N), and bias_tensor (L, N).
     """
+    return _forward(operands, call=call, checked=debug.enabled())
+
+
+@functools.partial(jax.jit, static_argnames=("call", "checked"))
+def _forward(operands, *, call, checked):
+    """checked: JAX keeps the trace of a jitted function, within other programs too: one without the switch, one with it."""
+    del checked  # grouped_gemm looks at the switch itself
     m, n, k = call.m, call.n, call.k
     results = grouped_gemm(
         operands.a_tensor.reshape(m, k),

@@ -97,10 +97,24 @@ def _launch(plan, operands, handle, capturing):
         scratch.record_stream(_stream(device, handle))
     if operands.b_ptrs is not None:
         operands.b_ptrs.record_stream(_stream(device, handle))
-    tensors = operands._replace(d_tensor=d, c_tensor=c)
-    addresses = contract.StridedOperands(*[0 if x is None else x.data_ptr() for x in tensors])
+    addresses = _addresses(operands._replace(d_tensor=d, c_tensor=c))
+    _brought(plan, operands, addresses)
     plan.launch(device.index, handle, addresses, 0 if scratch is None else scratch.data_ptr())
     return d, c
+
+
+def _addresses(operands):
+    return contract.StridedOperands(*[0 if x is None else x.data_ptr() for x in operands])
+
+
+def _brought(plan, operands, addresses):
+    """Outputs of the caller's: torch is told that they change, as by its own operations in place."""
+    outputs = [x for x in (operands.d_tensor, operands.c_tensor) if x is not None]
+    if outputs:
+        plan.check_outputs_apart(addresses)
+    for x in outputs:
+        if not x.is_inference():
+            sys.modules["torch"].autograd.graph.increment_version(x)
 
 
 def _output(given, call, dtype, device):
@@ -136,8 +150,12 @@ def _out_of_sight(tensor):
 
 def _on_cpu(plan, operands, stream):
     """By the native call's reference, on NumPy views."""
-    del stream  # nothing here runs on one
+    if stream is not None:
+        streams.handle(stream)  # nothing here runs on one, but it has to be one
     _check_values(plan, operands, _view)
+    addresses = _addresses(operands if plan.call.c_dtype else operands._replace(c_tensor=None))
+    contract.check_addresses(addresses)  # as on a GPU
+    _brought(plan, operands, addresses)
     device, call = operands.a_tensor.device, plan.call
     results = through_xla.forward(_native(operands, call), call=call)
     outputs = []

@@ -55,7 +55,7 @@ def row_factors(problem: operands.Problem, row: Int32, row_end: Int32):
 
 @dataclass(frozen=True)
 class BiasTile:
-    """A tile's bias in shared memory, as float32, for one group of 128 threads: fetched before the mainloop, stored after it, then read by column.
+    """A tile's bias in shared memory, as float32, for one group of 128 threads: fetched early, stored, then read by column.
 
     A column past N, and every column of a tile without an expert, has zero.
     """

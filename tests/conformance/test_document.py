@@ -532,6 +532,37 @@ def test_target(subject, rng):
         subject.module.grouped_gemm_wrapper_sm100(**arguments)
 
 
+@statement(41)
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_alignment_of_the_pointer_array(subject, rng):
+    """On a CPU, where torch makes such a tensor of other memory; on a GPU it makes none."""
+    import torch
+
+    _case, arguments, _alive = subject.problem(rng, discrete=True)
+    memory = bytearray(8 * 4 + 8)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 8 + 4
+    odd = torch.frombuffer(memory, dtype=torch.int64, count=4, offset=start % 8)
+    odd.copy_(arguments["b_ptrs"])
+    assert odd.data_ptr() % 8 == 4
+    with pytest.raises(REFUSED):
+        subject.wrapper(**arguments | {"b_ptrs": odd})
+
+
+@statement(42)
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_torch_is_imported_for_its_tensors_only(subject):
+    compat_problems.run_python(
+        f"import sys, jax.numpy as jnp, numpy as np, {subject.module.__name__} as module\n"
+        "experts = [jnp.ones((8, 16), jnp.bfloat16)]\n"
+        "addresses = np.array([w.unsafe_buffer_pointer() for w in experts], np.int64)\n"
+        "result = module.grouped_gemm_wrapper(\n"
+        "    jnp.ones((256, 16, 1), jnp.bfloat16), jnp.array([256], jnp.int32), jnp.ones(1), n=8, b_dtype='bfloat16',\n"
+        "    b_ptrs=jnp.asarray(addresses.view(np.uint8)), prob_tensor=jnp.ones((256, 1, 1)))\n"
+        "assert (np.asarray(result.d_tensor) == 16).all()\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+
+
 def test_every_statement_has_a_test():
     """Or is the caller's duty."""
     here = pathlib.Path(__file__)
