@@ -26,7 +26,7 @@ def _jitted(arrays, options):
 
 
 def kernels(**arguments):
-    arrays = {name: x for name, x in arguments.items() if isinstance(jax.tree.leaves(x)[0], jax.Array)}
+    arrays = {name: x for name, x in arguments.items() if any(isinstance(y, jax.Array) for y in jax.tree.leaves(x))}
     return _jitted(arrays, tuple((name, x) for name, x in arguments.items() if name not in arrays))
 
 
