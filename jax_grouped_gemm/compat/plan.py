@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 import os
 import sys
 import types
@@ -71,8 +70,7 @@ class Plan:
 
     def launch(self, device, stream, addresses, scratch):
         """By address, on a stream. addresses: `contract.StridedOperands`, 0 where a tensor is absent."""
-        if functools.reduce(operator.or_, addresses) % contract.ROW_ALIGNMENT:  # else every one is aligned
-            contract.check_addresses(addresses)
+        contract.check_addresses(addresses)
         if self.call.m == 0:
             return  # the outputs have no elements
         self.forward(
@@ -97,10 +95,8 @@ def request(entry, operands, options):
 
 
 def types_of(options):
-    types = tuple(map(type, options))
-    if tuple not in types:
-        return types
-    return types + tuple(tuple(map(type, x)) for x in options if isinstance(x, tuple))
+    tiles = [tuple(map(type, x)) for x in (options.mma_tiler_mn, options.cluster_shape_mn) if isinstance(x, tuple)]
+    return (*map(type, options), *tiles)
 
 
 def margin_of(options):

@@ -47,9 +47,9 @@ def run(plan, operands, stream, by_address=True):
     """(D, C or None), into d_tensor and c_tensor where given."""
     del by_address  # always
     if _torch().is_grad_enabled():
-        needed = [x is not None and x.requires_grad for x in operands]
-        if True in needed:
-            raise contract.gradient_needed(operands._fields[needed.index(True)])
+        for name, x in zip(operands._fields, operands, strict=True):
+            if x is not None and x.requires_grad:
+                raise contract.gradient_needed(name)
     run_on = _on_cpu if operands.a_tensor.device.type == "cpu" else _on_cuda
     return run_on(plan, operands, stream)
 
@@ -97,22 +97,23 @@ def _launch(plan, operands, handle, capturing):
         scratch.record_stream(_stream(device, handle))
     if operands.b_ptrs is not None:
         operands.b_ptrs.record_stream(_stream(device, handle))
-    addresses = _addresses((*operands[:-2], c, d))
-    if operands.d_tensor is not None or operands.c_tensor is not None:
-        _brought(plan, operands, addresses)
+    addresses = _addresses(operands._replace(d_tensor=d, c_tensor=c))
+    _brought(plan, operands, addresses)
     plan.launch(device.index, handle, addresses, 0 if scratch is None else scratch.data_ptr())
     return d, c
 
 
 def _addresses(operands):
-    return contract.StridedOperands._make([0 if x is None else x.data_ptr() for x in operands])
+    return contract.StridedOperands(*[0 if x is None else x.data_ptr() for x in operands])
 
 
 def _brought(plan, operands, addresses):
     """Outputs of the caller's: torch is told that they change, as by its own operations in place."""
-    plan.check_outputs_apart(addresses)
-    for x in (operands.d_tensor, operands.c_tensor):
-        if x is not None and not x.is_inference():
+    outputs = [x for x in (operands.d_tensor, operands.c_tensor) if x is not None]
+    if outputs:
+        plan.check_outputs_apart(addresses)
+    for x in outputs:
+        if not x.is_inference():
             sys.modules["torch"].autograd.graph.increment_version(x)
 
 
