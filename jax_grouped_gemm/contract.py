@@ -346,13 +346,19 @@ def _alignment(name, what, size):
 
 def check_offsets(offsets, m):
     """Concrete ends of the groups: non-decreasing, within [0, M]."""
+    for g, end, previous in _bad_ends(offsets, m):
+        raise ValueError(
+            f"offsets must be non-decreasing ends of groups within [0, M = a.shape[0] = {m}]; "
+            f"got offsets[{g}] = {end} after {previous}; if these are sizes, pass group_sizes="
+        )
+
+
+def _bad_ends(offsets, m, multiple=1):
+    """(index, end, the end before it) of each that is out of order, out of [0, M], or no multiple."""
     previous = 0
     for g, end in enumerate(map(int, offsets)):
-        if not previous <= end <= m:
-            raise ValueError(
-                f"offsets must be non-decreasing ends of groups within [0, M = a.shape[0] = {m}]; "
-                f"got offsets[{g}] = {end} after {previous}; if these are sizes, pass group_sizes="
-            )
+        if not previous <= end <= m or end % multiple:
+            yield g, end, previous
         previous = end
 
 
@@ -740,14 +746,10 @@ def check_outputs_apart(addresses, sizes):
 
 def check_padded_offsets(offsets, m, m_aligned):
     """Concrete ends: non-decreasing, within [0, M], multiples of m_aligned."""
-    offsets = np.asarray(offsets, np.int64)
-    before = np.concatenate([[0], offsets[:-1]])
-    bad = (offsets < before) | (offsets > m) | (offsets % m_aligned != 0)
-    if bad.any():
-        g = int(bad.argmax())
+    for g, end, previous in _bad_ends(offsets, m, m_aligned):
         raise ValueError(
             f"padded_offsets must be non-decreasing ends within [0, M = {m}] and multiples of m_aligned = {m_aligned}; "
-            f"got padded_offsets[{g}] = {offsets[g]} after {before[g]}; pad each expert's rows"
+            f"got padded_offsets[{g}] = {end} after {previous}; pad each expert's rows"
         )
 
 

@@ -55,7 +55,7 @@ class Plan:
     def _bytes(self):
         """Of every operand, as `contract.StridedOperands`."""
         m, n, k, l = self.call.m, self.call.n, self.call.k, self.call.l
-        width = {None: 0, "bfloat16": 2, "float16": 2, "float32": 4}
+        width = {dtype: jnp.dtype(dtype).itemsize for dtype in config.D_DTYPES} | {None: 0}
         return contract.StridedOperands(
             a_tensor=2 * m * k,
             padded_offsets=4 * l,
