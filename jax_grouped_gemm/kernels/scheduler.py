@@ -167,6 +167,8 @@ class TileScheduler:
                 col = cluster_col * cluster_cols + rank_n * self.tile.n
 
             ring.pipe.producer_acquire(state)
+            # The first lane's tile starts the entry's next round. A lane that had not begun to wait for this one would miss it, and wait for ever.
+            cute.arch.sync_warp()
             if lane == 0:
                 ring.s_tiles[0, state.index] = expert
                 ring.s_tiles[1, state.index] = row
