@@ -1,0 +1,447 @@
+// A stand-in for libcuda.so.1, whose launches run on the model. The library under test opens it as
+// it opens the driver.
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "api.h"
+#include "machine.h"
+#include "matrix.h"
+#include "tensor_map.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace model {
+namespace {
+
+struct Registered {
+  std::string name, cubin;
+  std::shared_ptr<const Code> code;
+  std::vector<uint64_t> executed;
+};
+
+struct Device {
+  int major = 9, minor = 0, max_clusters = 2;
+  Options options;
+  GlobalMemory memory;
+  std::map<std::string, Registered> kernels;
+  std::string fault, text;
+  Statistics statistics;
+  int context_depth = 0;
+};
+
+Device& TheDevice() {
+  static Device device;
+  return device;
+}
+
+// Handles are small numbers; the only context and device, and any stream.
+constexpr uint64_t kContext = 1;
+
+template <typename Handle>
+Handle AsHandle(uint64_t id) {
+  return reinterpret_cast<Handle>(id);
+}
+
+Registered* OfFunction(CUfunction function) { return reinterpret_cast<Registered*>(function); }
+
+int Elements(CUtensorMapDataType type) {
+  switch (type) {
+    case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
+      return static_cast<int>(ElementType::kFloat16);
+    case CU_TENSOR_MAP_DATA_TYPE_FLOAT32:
+      return static_cast<int>(ElementType::kFloat32);
+    case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16:
+      return static_cast<int>(ElementType::kBfloat16);
+    default:
+      return -1;
+  }
+}
+
+// One attribute: the cluster's shape.
+bool ClusterOf(const CUlaunchConfig& config, uint32_t* cluster) {
+  cluster[0] = cluster[1] = cluster[2] = 1;
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    if (config.attrs[i].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) return false;
+    cluster[0] = config.attrs[i].value.clusterDim.x;
+    cluster[1] = config.attrs[i].value.clusterDim.y;
+    cluster[2] = config.attrs[i].value.clusterDim.z;
+  }
+  return true;
+}
+
+// False, and the device's fault is set, if it did not end well.
+bool RunLaunch(Registered& kernel, const Launch& launch) {
+  Device& device = TheDevice();
+  try {
+    Machine machine(device.memory, kernel.code, launch, device.options);
+    auto keep = [&] {
+      for (size_t i = 0; i < kernel.executed.size(); ++i) kernel.executed[i] += machine.executed[i];
+      for (const auto& [warp, n] : machine.statistics.statements)
+        device.statistics.statements[warp] += n;
+      for (const auto& [key, n] : machine.statistics.counts) device.statistics.counts[key] += n;
+    };
+    try {
+      machine.Run();
+    } catch (...) {
+      keep();
+      throw;
+    }
+    keep();
+    return true;
+  } catch (const Fault& fault) {
+    device.fault = fault.kind + "\n" + kernel.name + ": " + fault.what();
+  } catch (const std::exception& error) {
+    device.fault = std::string("launch\n") + kernel.name + ": " + error.what();
+  }
+  return false;
+}
+
+}  // namespace
+}  // namespace model
+
+using namespace model;  // NOLINT: the driver's entry points stand outside
+
+// --- the driver ---
+
+EXPORT CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+
+EXPORT CUresult cuGetErrorName(CUresult result, const char** text) {
+  *text =
+      result == CUDA_ERROR_LAUNCH_FAILED ? "CUDA_ERROR_LAUNCH_FAILED" : "CUDA_ERROR_INVALID_VALUE";
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGetErrorString(CUresult, const char** text) {
+  *text = TheDevice().fault.c_str();
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
+  *context = AsHandle<CUcontext>(kContext);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamGetCtx(CUstream, CUcontext* context) {
+  *context = AsHandle<CUcontext>(kContext);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamSynchronize(CUstream) { return CUDA_SUCCESS; }
+
+EXPORT CUresult cuCtxPushCurrent_v2(CUcontext) {
+  ++TheDevice().context_depth;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxPopCurrent_v2(CUcontext* context) {
+  if (TheDevice().context_depth == 0) return CUDA_ERROR_INVALID_CONTEXT;
+  --TheDevice().context_depth;
+  *context = AsHandle<CUcontext>(kContext);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxGetId(CUcontext, unsigned long long* id) {
+  *id = kContext + TheDevice().major;  // another device: its modules are loaded anew
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxGetDevice(CUdevice* device) {
+  *device = 0;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute which, CUdevice) {
+  switch (which) {
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
+      *value = TheDevice().major;
+      return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
+      *value = TheDevice().minor;
+      return CUDA_SUCCESS;
+    default:
+      return CUDA_ERROR_INVALID_VALUE;
+  }
+}
+
+EXPORT CUresult cuDeviceGetName(char* name, int length, CUdevice) {
+  std::snprintf(name, length, "functional model");
+  return CUDA_SUCCESS;
+}
+
+// A cubin has no length here: it is compared with those that are known.
+EXPORT CUresult cuModuleLoadData(CUmodule* module, const void* image) {
+  for (auto& [name, kernel] : TheDevice().kernels) {
+    if (std::memcmp(image, kernel.cubin.data(), kernel.cubin.size()) == 0) {
+      *module = reinterpret_cast<CUmodule>(&kernel);
+      return CUDA_SUCCESS;
+    }
+  }
+  TheDevice().fault = "the model was given no PTX for this cubin";
+  return CUDA_ERROR_INVALID_IMAGE;
+}
+
+EXPORT CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
+
+EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* symbol) {
+  Registered* kernel = reinterpret_cast<Registered*>(module);
+  if (kernel->code->program.name != symbol) return CUDA_ERROR_NOT_FOUND;
+  *function = reinterpret_cast<CUfunction>(kernel);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t* offset,
+                                   size_t* size) {
+  const auto& parameters = OfFunction(function)->code->program.parameters;
+  if (index >= parameters.size()) return CUDA_ERROR_INVALID_VALUE;
+  *offset = parameters[index].offset;
+  *size = parameters[index].size;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int value) {
+  return kSharedBase + value <= kSharedBytes ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+EXPORT CUresult cuFuncLoad(CUfunction) { return CUDA_SUCCESS; }
+
+EXPORT CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchConfig*) {
+  *clusters = TheDevice().max_clusters;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank,
+                                       void* address, const cuuint64_t* dims,
+                                       const cuuint64_t* strides, const cuuint32_t* box,
+                                       const cuuint32_t* element_strides,
+                                       CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                       CUtensorMapL2promotion l2_promotion,
+                                       CUtensorMapFloatOOBfill fill) {
+  // The driver's own rules; and what the model does not know, it refuses.
+  bool valid = rank >= 1 && rank <= 5 && reinterpret_cast<uint64_t>(address) % 16 == 0 &&
+               reinterpret_cast<uint64_t>(out) % 64 == 0 && Elements(type) >= 0 &&
+               interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
+               fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
+  TensorMap map{};
+  map.address = reinterpret_cast<uint64_t>(address);
+  map.rank = rank;
+  map.type = static_cast<ElementType>(Elements(type));
+  map.swizzle = swizzle;
+  map.l2_promotion = l2_promotion;
+  for (unsigned i = 0; valid && i < rank; ++i) {
+    valid = dims[i] >= 1 && dims[i] <= uint64_t{1} << 32 && box[i] >= 1 && box[i] <= 256 &&
+            element_strides[i] == 1;
+    map.dims[i] = dims[i];
+    map.box[i] = box[i];
+    if (i > 0) {
+      valid = valid && strides[i - 1] % 16 == 0 && strides[i - 1] < uint64_t{1} << 40;
+      map.strides[i] = strides[i - 1];
+    }
+  }
+  const uint32_t row_bytes = valid ? box[0] * (type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2) : 0;
+  valid = valid && row_bytes % 16 == 0 &&
+          (swizzle == CU_TENSOR_MAP_SWIZZLE_NONE || row_bytes <= 16u << swizzle);
+  if (!valid) return CUDA_ERROR_INVALID_VALUE;
+  EncodeTensorMap(map, reinterpret_cast<uint8_t*>(out));
+  // Whoever reads them is wrong.
+  std::memset(reinterpret_cast<uint8_t*>(out) + 64, 0xee, 64);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t count, CUstream) {
+  try {
+    Allocation& allocation = TheDevice().memory.Find(address, 4 * count, "memset");
+    for (size_t i = 0; i < count; ++i)
+      std::memcpy(&allocation.bytes[address - allocation.base + 4 * i], &value, 4);
+    std::fill_n(allocation.written.begin() + (address - allocation.base), 4 * count, 1);
+  } catch (const Fault& fault) {
+    TheDevice().fault = fault.kind + "\n" + fault.what();
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function,
+                                 void** parameters, void** extra) {
+  Registered& kernel = *OfFunction(function);
+  Launch launch{{config->gridDimX, config->gridDimY, config->gridDimZ},
+                {config->blockDimX, config->blockDimY, config->blockDimZ},
+                {},
+                config->sharedMemBytes,
+                {}};
+  if (extra != nullptr || !ClusterOf(*config, launch.cluster)) return CUDA_ERROR_INVALID_VALUE;
+  const Program& program = kernel.code->program;
+  launch.parameters.assign(program.parameter_bytes, 0xcc);
+  for (size_t i = 0; i < program.parameters.size(); ++i) {
+    std::memcpy(&launch.parameters[program.parameters[i].offset], parameters[i],
+                program.parameters[i].size);
+  }
+  return RunLaunch(kernel, launch) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_FAILED;
+}
+
+EXPORT CUresult cuGetProcAddress_v2(const char* symbol, void** entry_point, int, cuuint64_t,
+                                    CUdriverProcAddressQueryResult*) {
+  static const std::map<std::string, void*> kEntryPoints = {
+#define ENTRY(name, function) {name, reinterpret_cast<void*>(function)}
+      ENTRY("cuGetErrorName", cuGetErrorName),
+      ENTRY("cuGetErrorString", cuGetErrorString),
+      ENTRY("cuStreamGetCtx", cuStreamGetCtx),
+      ENTRY("cuStreamIsCapturing", cuStreamIsCapturing),
+      ENTRY("cuCtxPushCurrent", cuCtxPushCurrent_v2),
+      ENTRY("cuCtxPopCurrent", cuCtxPopCurrent_v2),
+      ENTRY("cuCtxGetId", cuCtxGetId),
+      ENTRY("cuCtxGetDevice", cuCtxGetDevice),
+      ENTRY("cuDeviceGetAttribute", cuDeviceGetAttribute),
+      ENTRY("cuDeviceGetName", cuDeviceGetName),
+      ENTRY("cuModuleLoadData", cuModuleLoadData),
+      ENTRY("cuModuleUnload", cuModuleUnload),
+      ENTRY("cuModuleGetFunction", cuModuleGetFunction),
+      ENTRY("cuFuncGetParamInfo", cuFuncGetParamInfo),
+      ENTRY("cuFuncSetAttribute", cuFuncSetAttribute),
+      ENTRY("cuFuncLoad", cuFuncLoad),
+      ENTRY("cuOccupancyMaxActiveClusters", cuOccupancyMaxActiveClusters),
+      ENTRY("cuTensorMapEncodeTiled", cuTensorMapEncodeTiled),
+      ENTRY("cuMemsetD32Async", cuMemsetD32Async),
+      ENTRY("cuLaunchKernelEx", cuLaunchKernelEx),
+#undef ENTRY
+  };
+  auto found = kEntryPoints.find(symbol);
+  *entry_point = found == kEntryPoints.end() ? nullptr : found->second;
+  return found == kEntryPoints.end() ? CUDA_ERROR_NOT_FOUND : CUDA_SUCCESS;
+}
+
+// --- the harness ---
+
+EXPORT void model_device(int major, int minor, int max_clusters) {
+  TheDevice().major = major;
+  TheDevice().minor = minor;
+  TheDevice().max_clusters = max_clusters;
+}
+
+EXPORT const char* model_schedule(const char* policy, uint64_t seed, uint64_t max_statements) {
+  static const std::map<std::string, Policy> kPolicies = {{"random", Policy::kRandom},
+                                                          {"eager", Policy::kEager},
+                                                          {"lazy", Policy::kLazy},
+                                                          {"hold_loads", Policy::kHoldLoads},
+                                                          {"hold_stores", Policy::kHoldStores},
+                                                          {"hold_matrix", Policy::kHoldMatrix}};
+  Options& options = TheDevice().options;
+  options = Options();
+  options.seed = seed;
+  options.max_statements = max_statements;
+  const std::string name = policy;
+  if (name.rfind("starve", 0) == 0 && name.size() > 6) {
+    options.policy = Policy::kStarve;
+    options.starved_warp = std::atoi(policy + 6);
+    return nullptr;
+  }
+  auto found = kPolicies.find(name);
+  if (found == kPolicies.end()) return "no such policy";
+  options.policy = found->second;
+  return nullptr;
+}
+
+EXPORT const char* model_register(const char* name, const void* cubin, size_t bytes,
+                                  const char* ptx) {
+  Device& device = TheDevice();
+  try {
+    std::shared_ptr<const Code> code = Decode(ptx);
+    Registered& kernel = device.kernels[name];
+    kernel.name = name;
+    kernel.cubin.assign(static_cast<const char*>(cubin), bytes);
+    kernel.code = std::move(code);
+    kernel.executed.assign(kernel.code->instructions.size(), 0);
+    return nullptr;
+  } catch (const std::exception& error) {
+    device.text = error.what();
+    return device.text.c_str();
+  }
+}
+
+EXPORT const char* model_launch(const char* name, const uint32_t* dims, uint32_t shared_bytes,
+                                const void* parameters, size_t parameter_bytes) {
+  Launch launch{{dims[0], dims[1], dims[2]},
+                {dims[3], dims[4], dims[5]},
+                {dims[6], dims[7], dims[8]},
+                shared_bytes,
+                {}};
+  const auto* bytes = static_cast<const uint8_t*>(parameters);
+  launch.parameters.assign(bytes, bytes + parameter_bytes);
+  return RunLaunch(TheDevice().kernels.at(name), launch) ? nullptr : model_fault();
+}
+
+EXPORT uint64_t model_alloc(const char* name, size_t bytes, size_t align, int writable) {
+  return TheDevice().memory.Allocate(name, bytes, align, writable != 0);
+}
+
+EXPORT void model_free(uint64_t address) { TheDevice().memory.Free(address); }
+
+EXPORT int model_write(uint64_t address, const void* from, size_t bytes) {
+  try {
+    Allocation& allocation = TheDevice().memory.Find(address, bytes, "copy");
+    std::memcpy(&allocation.bytes[address - allocation.base], from, bytes);
+    std::fill_n(allocation.written.begin() + (address - allocation.base), bytes, 1);
+    return 0;
+  } catch (const Fault&) {
+    return 1;
+  }
+}
+
+EXPORT int model_read(uint64_t address, void* into, uint8_t* written, size_t bytes) {
+  try {
+    Allocation& allocation = TheDevice().memory.Find(address, bytes, "copy");
+    std::memcpy(into, &allocation.bytes[address - allocation.base], bytes);
+    if (written != nullptr)
+      std::memcpy(written, &allocation.written[address - allocation.base], bytes);
+    return 0;
+  } catch (const Fault&) {
+    return 1;
+  }
+}
+
+EXPORT const char* model_fault() {
+  Device& device = TheDevice();
+  device.text = std::move(device.fault);
+  device.fault.clear();
+  return device.text.c_str();
+}
+
+EXPORT size_t model_statements(const char* name) {
+  return TheDevice().kernels.at(name).executed.size();
+}
+
+EXPORT void model_coverage(const char* name, int32_t* lines, uint64_t* executed) {
+  const Registered& kernel = TheDevice().kernels.at(name);
+  for (size_t i = 0; i < kernel.executed.size(); ++i) {
+    lines[i] = kernel.code->program.statements[i].line;
+    executed[i] = kernel.executed[i];
+  }
+}
+
+EXPORT const char* model_statistics() {
+  Device& device = TheDevice();
+  std::ostringstream out;
+  for (const auto& [warp, n] : device.statistics.statements)
+    out << "statements of warp " << warp << "\t" << n << "\n";
+  for (const auto& [key, n] : device.statistics.counts) out << key << "\t" << n << "\n";
+  device.statistics = {};
+  device.text = out.str();
+  return device.text.c_str();
+}
+
+EXPORT void model_multiply_add(const uint16_t* a, int m, const uint16_t* b, int n, float* d,
+                               int add_d) {
+  MultiplyAdd(a, m, b, n, d, add_d != 0);
+}

@@ -1,0 +1,228 @@
+// Loads, stores, atomics, matrix stores, remote stores: PTX ISA 9.7.9, 9.7.13.5, 9.7.14.
+
+#include <array>
+
+#include "../decode.h"
+
+namespace model {
+namespace {
+
+// The register's value after a load: zero- or sign-extended to it (9.4.1, operand size exceeding
+// instruction-type size).
+uint64_t Extended(uint64_t bits, const std::string& type) {
+  if (type == "s8") return static_cast<uint16_t>(static_cast<int8_t>(bits));
+  return bits;
+}
+
+struct Vector {
+  uint32_t elements, bytes;  // bytes: of an element
+  std::string type;
+};
+
+// [.weak].vec.type
+Vector VectorOf(Decoder& d) {
+  Vector v{1, 0, d.Next()};
+  if (v.type[0] == 'v') {
+    v.elements = std::stoul(v.type.substr(1));
+    v.type = d.Next();
+  }
+  v.bytes = BytesOf(d, v.type);
+  return v;
+}
+
+// PTX ISA 6.4.1: an access is aligned to its whole size.
+void CheckAligned(uint64_t address, uint32_t bytes, const char* access) {
+  if (address % bytes != 0) {
+    Raise("alignment", access, " of ", bytes, " bytes at 0x", std::hex, address,
+          " is not aligned to its size");
+  }
+}
+
+// An own-CTA address: the window of shared::cta lies inside that of shared::cluster.
+Cta& OwnShared(Warp& w, uint32_t address, uint32_t* offset, const char* access) {
+  Cta& cta = w.cta.cluster.At(address, offset, access);
+  if (&cta != &w.cta)
+    Raise("bounds", access, " of shared::cta memory in CTA ", cta.rank, " by CTA ", w.cta.rank);
+  return cta;
+}
+
+template <typename Reader>
+Execute Load(Decoder& d, Reader read) {
+  const Vector v = VectorOf(d);
+  const std::vector<Register> out = d.Dests(0);
+  if (out.size() != v.elements) d.Unknown("a vector of this size");
+  const Address at = d.At(1);
+  const uint64_t used = v.elements > 1 ? d.UsedBytes() : ~uint64_t{0};
+  return [=](Warp& w, Mask m) {
+    const uint64_t* base = w.Read(at.base, m);
+    std::array<std::array<uint64_t, kLanes>, 8> values{};
+    const uint32_t bytes = v.elements * v.bytes;
+    ForLanes(m, [&](uint32_t lane) {
+      uint8_t buffer[64] = {};
+      const uint64_t address = at.Of(base, lane);
+      CheckAligned(address, bytes, "load");
+      read(w, lane, address, bytes, buffer, used);
+      for (uint32_t i = 0; i < v.elements; ++i) {
+        uint64_t bits = 0;
+        std::memcpy(&bits, buffer + i * v.bytes, v.bytes);
+        values[i][lane] = Extended(bits, v.type);
+      }
+    });
+    for (uint32_t i = 0; i < v.elements; ++i) {
+      uint64_t* z = w.Write(out[i], m);
+      ForLanes(m, [&](uint32_t lane) { z[lane] = values[i][lane]; });
+    }
+    return Outcome::kNext;
+  };
+}
+
+template <typename Writer>
+Execute Store(Decoder& d, Writer write) {
+  const Vector v = VectorOf(d);
+  const Address at = d.At(0);
+  const std::vector<Register> from = d.Sources(1);
+  if (from.size() != v.elements) d.Unknown("a vector of this size");
+  return [=](Warp& w, Mask m) {
+    const uint64_t* base = w.Read(at.base, m);
+    std::array<const uint64_t*, 8> values{};
+    for (uint32_t i = 0; i < v.elements; ++i) values[i] = w.Read(from[i], m);
+    const uint32_t bytes = v.elements * v.bytes;
+    ForLanes(m, [&](uint32_t lane) {
+      uint8_t buffer[64];
+      for (uint32_t i = 0; i < v.elements; ++i)
+        std::memcpy(buffer + i * v.bytes, &values[i][lane], v.bytes);
+      const uint64_t address = at.Of(base, lane);
+      CheckAligned(address, bytes, "store");
+      write(w, lane, address, bytes, buffer);
+    });
+    return Outcome::kNext;
+  };
+}
+
+void ReadGlobal(Warp& w, uint32_t lane, uint64_t address, uint32_t bytes, void* into,
+                uint64_t used) {
+  w.machine.global.Find(address, bytes, "load").Read(address, bytes, into, w.Generic(lane), used);
+}
+
+INSTRUCTION(LdParam, "ld.param", "9.7.9.8 ld") { return Load(d, ReadGlobal); }
+INSTRUCTION(LdGlobal, "ld.global", "9.7.9.8 ld") { return Load(d, ReadGlobal); }
+INSTRUCTION(LdShared, "ld.shared", "9.7.9.8 ld") {
+  return Load(d, [](Warp& w, uint32_t lane, uint64_t address, uint32_t bytes, void* into,
+                    uint64_t used) {
+    uint32_t offset;
+    OwnShared(w, address, &offset, "load").ReadShared(offset, bytes, into, w.Generic(lane), used);
+  });
+}
+
+INSTRUCTION(StGlobal, "st.global", "9.7.9.11 st") {
+  return Store(d, [](Warp& w, uint32_t lane, uint64_t address, uint32_t bytes, const void* from) {
+    Allocation& allocation = w.machine.global.Find(address, bytes, "store");
+    allocation.Write(address, bytes, from, w.Generic(lane));
+    allocation.MarkSlots(address, bytes, w.ThreadAgent(lane), false);
+  });
+}
+INSTRUCTION(StShared, "st.shared", "9.7.9.11 st") {
+  return Store(d, [](Warp& w, uint32_t lane, uint64_t address, uint32_t bytes, const void* from) {
+    uint32_t offset;
+    OwnShared(w, address, &offset, "store").WriteShared(offset, bytes, from, w.Generic(lane));
+  });
+}
+
+// Relaxed, of the GPU's scope: orders nothing.
+INSTRUCTION(AtomAdd, "atom.global.add.u32", "9.7.13.5 atom") {
+  const Register out = d.Dest(0), by = d.Source(2);
+  const Address at = d.At(1);
+  return [=](Warp& w, Mask m) {
+    const uint64_t *base = w.Read(at.base, m), *add = w.Read(by, m);
+    Lanes old{};
+    ForLanes(m, [&](uint32_t lane) {
+      const uint64_t address = at.Of(base, lane);
+      CheckAligned(address, 4, "atomic");
+      Allocation& allocation = w.machine.global.Find(address, 4, "atomic");
+      if (!allocation.writable)
+        Raise("bounds", "atomic on ", allocation.name, ", which is only read");
+      const uint64_t offset = address - allocation.base;
+      // After the plain accesses of this launch; among themselves atomics need no order.
+      if (allocation.shadow) allocation.shadow->CheckFollowsAll(offset / 4, 1, w.Generic(lane));
+      allocation.atomic_words[offset] = true;
+      for (uint64_t i = offset; i < offset + 4; ++i) {
+        if (!allocation.written[i])
+          Raise("uninitialized", "atomic on byte ", i, " of ", allocation.name, ", never written");
+      }
+      uint32_t value;
+      std::memcpy(&value, &allocation.bytes[offset], 4);
+      old[lane] = value;
+      value += static_cast<uint32_t>(add[lane]);
+      std::memcpy(&allocation.bytes[offset], &value, 4);
+    });
+    uint64_t* z = w.Write(out, m);
+    ForLanes(m, [&](uint32_t lane) { z[lane] = old[lane]; });
+    return Outcome::kNext;
+  };
+}
+
+// Lanes 8 i to 8 i + 7 give the rows of matrix i; lane l holds row l / 4, columns 2 (l % 4) and the
+// next, of each matrix.
+INSTRUCTION(Stmatrix, "stmatrix.sync.aligned.m8n8.x4.shared.b16", "9.7.14.5.16 stmatrix") {
+  const Address at = d.At(0);
+  const std::vector<Register> from = d.Sources(1);
+  if (from.size() != 4) d.Unknown("a vector of this size");
+  return [=](Warp& w, Mask m) -> Outcome {
+    if (!w.Converged(m)) return w.Block("the other lanes of its warp");
+    if (m != ~Mask{0}) Raise("unknown", "stmatrix by a warp with exited threads");
+    const uint64_t* rows = w.Read(at.base, m);
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint64_t* values = w.Read(from[i], m);
+      for (uint32_t lane = 0; lane < kLanes; ++lane) {
+        const uint64_t row = at.Of(rows, 8 * i + lane / 4);
+        CheckAligned(row, 16, "row of stmatrix");
+        uint32_t offset;
+        Cta& cta = OwnShared(w, row, &offset, "stmatrix");
+        cta.WriteShared(offset + lane % 4 * 4, 4, &values[lane], w.Generic(lane));
+      }
+    }
+    return Outcome::kNext;
+  };
+}
+
+// A generic-proxy store that is under way by itself; its bytes complete at an mbarrier of the same
+// CTA.
+INSTRUCTION(StAsync, "st.async", "9.7.9.12 st.async") {
+  d.Take("weak");
+  if (!d.Take("shared::cluster") || !d.Take("mbarrier::complete_tx::bytes") || !d.Take("b32"))
+    d.Unknown("st.async of this form");
+  const Address at = d.At(0), barrier = d.At(2);
+  const Register from = d.Source(1);
+  return [=](Warp& w, Mask m) {
+    const uint64_t *to = w.Read(at.base, m), *value = w.Read(from, m),
+                   *where = w.Read(barrier.base, m);
+    Cluster& cluster = w.cta.cluster;
+    if (cluster.ctas.size() == 1) Raise("unknown", "st.async outside a cluster of several CTAs");
+    ForLanes(m, [&](uint32_t lane) {
+      uint32_t offset, barrier_offset;
+      Cta& cta = cluster.At(at.Of(to, lane), &offset, "st.async");
+      Cta& of_barrier = cluster.At(barrier.Of(where, lane), &barrier_offset, "st.async");
+      if (&cta != &of_barrier)
+        Raise("barrier", "st.async to CTA ", cta.rank, " with an mbarrier of CTA ",
+              of_barrier.rank);
+      cta.CheckShared(offset, 4, 4, "st.async");
+      CheckInitKnown(w, lane, cta, barrier_offset, "st.async");
+      const Event event = cluster.Start();
+      const Actor actor{event, w.Now(lane), nullptr};
+      cluster.Touch(cta, event);
+      cluster.Post(Operation::kRemoteStore, kUnordered, Text("st.async to CTA ", cta.rank),
+                   [=, &cluster, &cta, knowledge = w.KnowledgeOf(lane),
+                    bits = static_cast<uint32_t>(value[lane])] {
+                     Actor by = actor;
+                     by.knowledge = knowledge.get();
+                     cta.WriteShared(offset, 4, &bits, by);
+                     cluster.CompleteTx(cta, barrier_offset, 4, event);
+                   });
+    });
+    w.Tick();
+    return Outcome::kNext;
+  };
+}
+
+}  // namespace
+}  // namespace model

@@ -1,0 +1,271 @@
+"""The functional model as a device: memory, kernels and forward calls of the real library, whose driver it is."""
+
+import ctypes
+import functools
+import hashlib
+import json
+import pathlib
+
+import ml_dtypes
+import numpy as np
+import oracle
+
+from jax_grouped_gemm import config, direct, library
+
+ROOT = pathlib.Path(__file__).parents[2]
+AOT = ROOT / "build" / "aot"
+MODEL = ROOT / "build" / "model" / "libcuda.so.1"
+MAX_STATEMENTS = 20_000_000  # several hundred times what a problem of the sweep takes
+
+
+class Fault(Exception):
+    """A kernel did wrong. kind: see model/fault.h."""
+
+    def __init__(self, kind, report):
+        super().__init__(f"{kind}: {report}")
+        self.kind = kind
+        self.report = report
+
+
+@functools.cache
+def _model():
+    """Loaded before anything asks for libcuda.so.1: who opens that name then gets this library."""
+    model = ctypes.CDLL(str(MODEL), mode=ctypes.RTLD_GLOBAL)
+    model.model_alloc.restype = ctypes.c_uint64
+    model.model_alloc.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+    model.model_free.argtypes = [ctypes.c_uint64]
+    model.model_write.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t]
+    model.model_read.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    model.model_register.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p]
+    model.model_schedule.argtypes = [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64]
+    model.model_statements.argtypes = [ctypes.c_char_p]
+    model.model_statements.restype = ctypes.c_size_t
+    model.model_coverage.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
+    model.model_multiply_add.argtypes = [
+        ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int
+    ]  # fmt: skip
+    model.model_launch.argtypes = [
+        ctypes.c_char_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t
+    ]  # fmt: skip
+    for name in ("model_register", "model_schedule", "model_fault", "model_statistics", "model_launch"):
+        getattr(model, name).restype = ctypes.c_char_p
+    return model
+
+
+def driver():
+    """The stand-in for libcuda.so.1, with the driver's entry points."""
+    return _model()
+
+
+@functools.cache
+def _library():
+    _model()
+    loaded = ctypes.CDLL(str(library.LIBRARY))
+    loaded.jgg_forward.argtypes = [ctypes.POINTER(direct.LibraryCall)]
+    loaded.jgg_forward.restype = ctypes.c_char_p
+    return loaded
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def facts(name):
+    return json.loads((AOT / f"{name}.json").read_text())["facts"]
+
+
+def ptx(name):
+    """Of the compilation that made the cubin: the build recorded both hashes."""
+    text = (AOT / f"{name}.ptx").read_text()
+    assert hashlib.sha256(text.encode()).hexdigest() == facts(name)["ptx_sha256"]
+    return text
+
+
+@functools.cache
+def _cubin(name):
+    cubin = (AOT / f"{name}.cubin").read_bytes()
+    assert hashlib.sha256(cubin).hexdigest() == facts(name)["sha256"]
+    return cubin
+
+
+def register(name, text=None):
+    """The library's kernel of this name runs this PTX, its own if none is given."""
+    register_program(name, ptx(name) if text is None else text, _cubin(name))
+
+
+def register_program(name, text, cubin=b"none"):
+    error = _model().model_register(name.encode(), cubin, len(cubin), text.encode())
+    if error is not None:
+        raise Fault("unknown", error.decode())
+
+
+def schedule(policy, seed):
+    error = _model().model_schedule(policy.encode(), seed, MAX_STATEMENTS)
+    assert error is None, error
+
+
+def launch(name, grid, block, cluster, shared, parameters):
+    """Runs a registered program by itself."""
+    dims = np.array([*grid, *block, *cluster], np.uint32)
+    fault = _model().model_launch(name.encode(), dims.ctypes.data, shared, parameters, len(parameters))
+    if fault is not None:
+        _model().model_fault()
+        raise Fault(*fault.decode().split("\n", 1))
+
+
+def coverage(name):
+    """(source line of every statement of the PTX, how often it ran since it was registered)."""
+    n = _model().model_statements(name.encode())
+    lines, executed = np.zeros(n, np.int32), np.zeros(n, np.uint64)
+    _model().model_coverage(name.encode(), lines.ctypes.data, executed.ctypes.data)
+    return lines, executed
+
+
+def statistics():
+    """What all launches since the last call did."""
+    lines = _model().model_statistics().decode().splitlines()
+    return {key: int(value) for key, value in (line.split("\t") for line in lines)}
+
+
+def multiply_add(a, b, d):
+    """D += A B^T as the model's matrix unit adds: a (m, 16), b (n, 16) bits of bfloat16, d (m, n) float32."""
+    a, b = np.ascontiguousarray(a, np.uint16), np.ascontiguousarray(b, np.uint16)
+    assert (a.shape[1], b.shape[1], d.shape, d.dtype) == (16, 16, (len(a), len(b)), np.float32)
+    _model().model_multiply_add(a.ctypes.data, len(a), b.ctypes.data, len(b), d.ctypes.data, 1)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """Buffers of one call; freed together."""
+
+    def __init__(self):
+        self._buffers = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for address in self._buffers:
+            _model().model_free(address)
+
+    def new(self, name, size, align=256, *, skew=0, writable=True):
+        """skew: bytes by which it misses the alignment."""
+        base = _model().model_alloc(name.encode(), size + skew, align, writable)
+        self._buffers.append(base)
+        return base + skew
+
+    def put(self, name, array, **options):
+        array = np.ascontiguousarray(array)
+        address = self.new(name, max(array.nbytes, 1), writable=False, **options)
+        assert _model().model_write(address, array.ctypes.data, array.nbytes) == 0
+        return address
+
+    def get(self, address, shape, dtype):
+        """An array, all of whose elements were written."""
+        array = np.zeros(shape, dtype)
+        written = np.zeros(array.nbytes, np.uint8)
+        assert _model().model_read(address, array.ctypes.data, written.ctypes.data, array.nbytes) == 0
+        if not written.all():
+            raise Fault("unwritten", f"{(written == 0).sum()} of {written.size} bytes of the result were never written")
+        return array
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def forward(variant, case, *, dynamic=False, clusters=2, policy="random", seed=0, b_ptrs=None):
+    """What the library's call of this variant computes for an `oracle.Case`: D, or (D, C).
+
+    clusters: that the device runs at once. b_ptrs: of kernels that take one address per expert, how: "memory" or "value".
+
+    Raises:
+      Fault: what the kernel did wrong.
+    """
+    model, m, k = _model(), *case.a.shape
+    l, n = case.offsets.size, case.b.shape[1 if case.b_major == "k" else 2]
+    major = variant.arch // 10
+    model.model_device(major, 0, clusters)
+    schedule(policy, seed)
+    with Memory() as memory:
+        call = direct.LibraryCall(struct_size=ctypes.sizeof(direct.LibraryCall))
+        setattr(call, f"sm{variant.arch}", variant.name.encode())
+        call.b_major, call.d_dtype = case.b_major.encode(), case.d_dtype.encode()
+        call.m, call.n, call.k, call.l, call.dynamic = m, n, k, l, dynamic
+        call.a = memory.put("a", case.a)
+        call.offsets = memory.put("offsets", case.offsets, align=64, skew=4)
+        keep = None
+        if variant.weights == "dense":
+            call.weights, call.b = b"dense", memory.put("b", case.b)
+        else:
+            addresses = np.array([memory.put(f"b[{i}]", case.b[i]) for i in range(l)], np.uint64)
+            if b_ptrs == "value":
+                keep = (ctypes.c_uint64 * l)(*addresses.tolist())
+                call.weights = b"tuple"
+                call.weight_addresses = ctypes.cast(keep, ctypes.POINTER(ctypes.c_uint64))
+            else:
+                call.weights, call.b = b"pointers", memory.put("b_ptrs", addresses, align=64, skew=8)
+        for operand in ("alpha", "prob"):
+            if (array := getattr(case, operand)) is not None:
+                setattr(call, operand, memory.put(operand, array, align=64, skew=4))
+        if case.bias is not None:
+            call.bias_dtype = case.bias.dtype.name.encode()
+            call.bias = memory.put("bias", case.bias, align=64, skew=case.bias.dtype.itemsize)
+        scratch = (0 if variant.weights == "dense" else 128 * l) + (128 if dynamic else 0)
+        if scratch:
+            call.scratch = memory.new("scratch", scratch, 128)
+        d_dtype = np.dtype(getattr(ml_dtypes, case.d_dtype, case.d_dtype))
+        call.d = memory.new("d", m * n * d_dtype.itemsize)
+        if case.generate_c:
+            c_dtype = np.dtype(getattr(ml_dtypes, case.c_dtype, case.c_dtype))
+            call.c_dtype, call.c = case.c_dtype.encode(), memory.new("c", m * n * c_dtype.itemsize)
+        error = _library().jgg_forward(ctypes.byref(call))
+        fault = model.model_fault().decode()
+        if fault:
+            raise Fault(*fault.split("\n", 1))
+        if error is not None:
+            raise RuntimeError(error.decode())
+        d = memory.get(call.d, (m, n), d_dtype)
+        return (d, memory.get(call.c, (m, n), c_dtype)) if case.generate_c else d
+
+
+def prologues(arch):
+    return [config.prologue_name(arch, source) for source in ("memory", "value")]
+
+
+# --- comparison -------------------------------------------------------------------------------------------------------
+
+
+def exact_case(rng, variant, ends, n, k, m, *, alpha=False, prob=False, bias=None, c_dtype=None, d_dtype=None):
+    """An `oracle.Case` of small integers and powers of two, whose sums are exact in float32 in any order."""
+    l = len(ends)
+    shape = (l, n, k) if variant.b_major == "k" else (l, k, n)
+    case = oracle.Case(
+        rng.integers(-4, 5, (m, k)).astype(oracle.BF16),
+        rng.integers(-4, 5, shape).astype(oracle.BF16),
+        np.array(ends, np.int32),
+        rng.choice([0.5, 1, 2, -1], l).astype(np.float32) if alpha else None,
+        rng.choice([0.25, 0.5, 1, 2], m).astype(np.float32) if prob else None,
+        variant.b_major,
+        d_dtype or variant.d_dtype,
+        None if bias is None else rng.integers(-8, 9, (l, n)).astype(bias),
+        variant.c_dtype is not None,
+        c_dtype,
+    )
+    oracle._poison(case)
+    return case
+
+
+def check_exact(got, case):
+    """Bit for bit what exact arithmetic and one rounding give."""
+    for output, array in zip("DC", got if case.generate_c else (got,), strict=False):
+        want = oracle.oracle(case, output)[0].astype(array.dtype)
+        wrong = array != want
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0]
+            raise Fault(
+                "result",
+                f"{output}[{row}, {column}] is {array[row, column]}, expected {want[row, column]}; "
+                f"{wrong.sum()} of {wrong.size} elements differ; groups {case.groups()}",
+            )

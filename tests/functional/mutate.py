@@ -1,0 +1,285 @@
+"""How good is the checker? Edits a kernel's PTX, one statement at a time, and counts which edits the sweep notices.
+
+    python tests/functional/mutate.py KERNEL ... [--sample N] [--jobs N] [--out FILE]
+
+A mutant is caught if some run of the sweep faults, or gives a wrong result. One that is not caught may be a gap of the
+checker or of the sweep, or may compute the same: EXPLAINED says which edits cannot matter, and why.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import multiprocessing
+import random
+import re
+import sys
+import time
+
+import device
+import sweep
+
+from jax_grouped_gemm import config
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    operator: str
+    line: int  # of the PTX, from 1
+    old: str
+    new: str
+
+    def apply(self, text):
+        lines = text.split("\n")
+        assert lines[self.line - 1] == self.old
+        lines[self.line - 1] = self.new
+        return "\n".join(lines)
+
+
+# --- operators: each takes a statement's text and yields texts to put in its place ------------------------------------
+
+DROPPED = (
+    "fence.", "tcgen05.fence", "tcgen05.wait", "tcgen05.commit", "tcgen05.alloc", "tcgen05.dealloc", "tcgen05.mma",
+    "tcgen05.ld", "wgmma.", "bar.sync", "bar.warp.sync", "barrier.cluster", "mbarrier.init", "mbarrier.arrive",
+    "cp.async.bulk", "st.async", "st.shared", "st.global", "stmatrix", "atom.", "setmaxnreg", "tensormap.replace",
+)  # fmt: skip
+
+
+def _with(register, change, statement):
+    """The statement with a register changed for it alone."""
+    kind = {"r": "b32", "rs": "b16", "rd": "b64"}[re.match(r"%([a-z]+)", register)[1]]
+    changed = re.sub(re.escape(register) + r"\b", "mutated", statement)
+    return f"{{ .reg .{kind} mutated; {change.format(register)} {changed} }}"
+
+
+def drop(s):
+    if s.startswith(DROPPED):
+        yield ""
+
+
+def skip_wait(s):
+    if s.startswith("mbarrier.try_wait"):
+        yield re.sub(r".*(P1|%p\d+), \[.*", r"setp.eq.b32 \1, 0, 0;", s)
+
+
+def flip_parity(s):
+    if match := re.match(r"mbarrier\.try_wait\S+ P1, (\[[^]]*\]), ([^,]+),", s):
+        parity = match[2]
+        if parity.startswith("%"):
+            yield f"{{ .reg .b32 mutated; xor.b32 mutated, {parity}, 1; {s.replace(', ' + parity + ',', ', mutated,')} }}"
+        else:
+            yield s.replace(f", {parity},", f", {1 - int(parity)},")
+
+
+def arrive_count(s):
+    if match := re.match(r"mbarrier\.arrive\.(?:shared|release)\S+ [^,]+, \[[^]]*\], (%r\d+);", s):
+        yield s.replace(match[1] + ";", "2;")
+
+
+def init_count(s):
+    if match := re.match(r"mbarrier\.init\S+\s+\[[^]]*\], (%r\d+);", s):
+        for change in (1, -1):
+            yield f"{{ .reg .b32 mutated; add.s32 mutated, {match[1]}, {change}; {s.replace(match[1] + ';', 'mutated;')} }}"
+
+
+def expected_bytes(s):
+    if match := re.match(r"mbarrier\.arrive\.expect_tx\S+ [^,]+, \[[^]]*\], (%r\d+);", s):
+        for change in (16, -16):
+            yield f"{{ .reg .b32 mutated; add.s32 mutated, {match[1]}, {change}; {s.replace(match[1] + ';', 'mutated;')} }}"
+
+
+def wait_fewer(s):
+    if match := re.match(r"((?:cp\.async\.bulk\.wait_group|wgmma\.wait_group)\S+\s+)(\d+);", s):
+        yield f"{match[1]}{int(match[2]) + 1};"
+
+
+def other_ctas(s):
+    """Who a multicast goes to, or a commit arrives at."""
+    if ("multicast::cluster" in s) and (match := re.search(r"(%rs\d+)[;,]", s)):
+        for bit in (1, 2):
+            yield _with(match[1], f"xor.b16 mutated, {{}}, {bit};", s)
+
+
+def other_address(s):
+    """A shared address, of data or of a barrier."""
+    if not s.startswith(
+        ("ld.shared", "st.shared", "stmatrix", "mbarrier", "cp.async.bulk.tensor", "st.async", "tcgen05.commit")
+    ):
+        return
+    step = 8 if s.startswith(("mbarrier", "tcgen05.commit")) else 16
+    for match in re.finditer(r"\[(%r\d+)(?:\+(-?\d+))?\]", s):
+        offset = int(match[2] or 0) + step
+        yield s[: match.start()] + f"[{match[1]}+{offset}]" + s[match.end() :]
+
+
+def other_coordinate(s):
+    if s.startswith("cp.async.bulk.tensor") and (match := re.search(r"\{(%r\d+(?:, %r\d+)*)\}", s)):
+        for register in dict.fromkeys(match[1].split(", ")):
+            yield _with(register, "add.s32 mutated, {}, 1;", s)
+
+
+def descriptor(s):
+    """Fields of matrix and instruction descriptors, where a constant sets them."""
+    if match := re.match(r"(or\.b64\s+%rd\d+, %rd\d+, )(\d{15,});", s):
+        for bit in (16, 32, 61, 62, 63):
+            yield f"{match[1]}{int(match[2]) ^ 1 << bit};"
+    if match := re.match(r"(mov\.b32\s+%r\d+, )(\d{8,9});", s):
+        for bit in (4, 7, 15, 16, 17, 24):
+            yield f"{match[1]}{int(match[2]) ^ 1 << bit};"
+
+
+def swizzle(s):
+    if match := re.match(r"xor\.b32\s+(%r\d+), (%r\d+), (%r\d+);", s):
+        for source in match.groups()[1:]:
+            yield f"mov.b32 {match[1]}, {source};"
+    if match := re.match(r"(and\.b32\s+%r\d+, %r\d+, )(112|48|16);", s):
+        yield f"{match[1]}{int(match[2]) & 0x20};"
+
+
+def negate_guard(s):
+    if match := re.match(r"@(!?)(%p\d+) (bra\s.*)", s):
+        yield f"@{'' if match[1] else '!'}{match[2]} {match[3]}"
+
+
+def comparison(s):
+    other = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "eq": "ne", "ne": "eq"}
+    if match := re.match(r"setp\.(\w\w)\.([sub]\d+)(.*)", s):
+        yield f"setp.{other[match[1]]}.{match[2]}{match[3]}"
+
+
+def constant(s):
+    if match := re.match(r"((?:add|sub|mul\.lo)\.s32\s+%r\d+, %r\d+, )(-?\d+);", s):
+        yield f"{match[1]}{int(match[2]) + 1};"
+    if match := re.match(r"((?:shl\.b32|shr\.[us]32|and\.b32|or\.b32)\s+%r\d+, %r\d+, )(\d+);", s):
+        yield f"{match[1]}{int(match[2]) ^ 1};"
+    if match := re.match(r"(mov\.b32\s+%r\d+, )(-?\d{1,7});", s):
+        yield f"{match[1]}{int(match[2]) + 1};"
+    if match := re.match(r"(selp\.b32\s+%r\d+, )(-?\d+), (-?\d+)(, .*)", s):
+        yield f"{match[1]}{match[3]}, {match[2]}{match[4]}"
+
+
+def arithmetic(s):
+    if match := re.match(r"mul\.f32\s+(%r\d+), (%r\d+), (%r\d+);", s):
+        yield f"mov.b32 {match[1]}, {match[2]};"
+    if match := re.match(r"fma\.rn\.f32\s+(%r\d+), (%r\d+), (%r\d+), (%r\d+);", s):
+        yield f"mul.f32 {match[1]}, {match[2]}, {match[3]};"
+    if match := re.match(r"(cvt\.rn\.\S+x2\.f32\s+%r\d+, )(%r\d+), (%r\d+);", s):
+        yield f"{match[1]}{match[3]}, {match[2]};"
+
+
+OPERATORS = (
+    drop, skip_wait, flip_parity, arrive_count, init_count, expected_bytes, wait_fewer, other_ctas, other_address,
+    other_coordinate, descriptor, swizzle, negate_guard, comparison, constant, arithmetic,
+)  # fmt: skip
+
+
+def mutants(text):
+    found = []
+    for number, line in enumerate(text.split("\n"), 1):
+        statement = line.strip()
+        if not statement or statement.startswith((".", "/", "{", "}")):
+            continue
+        for operator in OPERATORS:
+            found += [Mutant(operator.__name__, number, line, new) for new in operator(statement)]
+    return found
+
+
+# --- edits that compute the same --------------------------------------------------------------------------------------
+
+# (operator, pattern of the statement, why it cannot matter)
+EXPLAINED = ()
+
+
+def explanation(mutant):
+    for operator, pattern, why in EXPLAINED:
+        if mutant.operator == operator and re.search(pattern, mutant.old):
+            return why
+    return None
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def verdict(variant, mutant):
+    """(what caught it, in which problem), or None."""
+    try:
+        device.register(variant.name, mutant.apply(device.ptx(variant.name)))
+    except device.Fault as fault:
+        return fault.kind, "decode"
+    # Small problems first: most mutants die at once.
+    for i, (problem, case) in sorted(enumerate(sweep.cases(variant)), key=lambda each: each[1][1].a.size):
+        for policy in sweep.schedules(variant, i):
+            try:
+                sweep.run(variant, problem, case, i, policy, seed=i)
+            except device.Fault as fault:
+                return fault.kind, problem.name
+    return None
+
+
+def _work(arguments):
+    variant, mutant = arguments
+    device.MAX_STATEMENTS = 3_000_000
+    for prologue in device.prologues(variant.arch):
+        device.register(prologue)
+    return mutant, verdict(variant, mutant)
+
+
+def survey(variant, chosen, jobs, progress=lambda line: None):
+    """[(mutant, verdict)]. progress: is told how far it is."""
+    results = []
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for result in pool.imap_unordered(_work, [(variant, mutant) for mutant in chosen], chunksize=4):
+            results.append(result)
+            progress(f"\r{variant.name}: {len(results)} of {len(chosen)} mutants")
+    return results
+
+
+def sampled(every, n, seed=0):
+    return every if not n or n >= len(every) else random.Random(seed).sample(every, n)
+
+
+def table(results):
+    caught, total = collections.Counter(), collections.Counter()
+    for mutant, found in results:
+        total[mutant.operator] += 1
+        caught[mutant.operator] += found is not None
+    return "\n".join(f"  {name:18} {caught[name]:5} of {total[name]:5}" for name in total)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="+")
+    parser.add_argument("--sample", type=int, default=0, help="so many mutants of each kernel; 0: all")
+    parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
+    parser.add_argument("--out", help="JSON of every mutant's verdict")
+    options = parser.parse_args()
+    known = {variant.name: variant for arch in config.TILES for variant in config.variants(arch)}
+    record = {}
+    for name in options.kernels:
+        variant, started = known[name], time.monotonic()
+        chosen = sampled(mutants(device.ptx(name)), options.sample)
+
+        results = survey(variant, chosen, options.jobs, lambda line: print(line, end="", file=sys.stderr, flush=True))
+        missed = [mutant for mutant, found in results if found is None]
+        unexplained = [mutant for mutant in missed if explanation(mutant) is None]
+        behaving = len(results) - len(missed) + len(unexplained)
+        print(
+            f"\n{name}: {len(results)} mutants, {len(results) - len(missed)} caught, {len(missed) - len(unexplained)} explained;"
+        )
+        print(
+            f"  of those that change behaviour {1 - len(unexplained) / behaving:.1%}; {time.monotonic() - started:.0f} s"
+        )
+        print(table(results))
+        for mutant in sorted(unexplained, key=lambda mutant: mutant.line):
+            print(f"  missed: {mutant.operator} line {mutant.line}: {mutant.old.strip()[:90]}  ->  {mutant.new[:60]}")
+        record[name] = [
+            {**dataclasses.asdict(mutant), "caught": found, "explained": explanation(mutant)}
+            for mutant, found in results
+        ]
+    if options.out:
+        with open(options.out, "w") as out:
+            json.dump(record, out, indent=1)
+
+
+if __name__ == "__main__":
+    main()

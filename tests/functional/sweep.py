@@ -1,0 +1,109 @@
+"""What every kernel is run on: small problems that reach every statement of it, and every edge of the contract.
+
+Inputs of the sweep are small integers, so that the right result is one, bit for bit.
+"""
+
+import dataclasses
+import zlib
+
+import device
+import numpy as np
+import oracle
+
+from jax_grouped_gemm import config
+
+BIASES = (None, "float32", "bfloat16", "float16")
+DTYPES_16 = ("bfloat16", "float16")
+# In which order things happen: see model/machine.h. A warp that is starved runs only when no other can.
+POLICIES = ("eager", "lazy", "hold_loads", "hold_stores", "hold_matrix")
+WARPS = {90: 12, 100: 7}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """ends: of the groups, in rows, as the caller gives them. clusters: that the device runs at once."""
+
+    name: str
+    ends: tuple
+    m: int
+    n: int
+    k: int
+    clusters: int = 1
+    dynamic: bool = False
+
+
+def problems(tile):
+    """For one tile: rows and columns of a cluster, tails of everything, and enough tiles that every ring wraps."""
+    rows, cols = tile.m * tile.cluster_m, tile.n
+    return (
+        # One cluster does it all: more tiles than three times the accumulators, odd numbers of K blocks, more of them in
+        # all than there are stages.
+        Problem("ragged", (rows, rows + 1, rows + 1, 2 * rows + 3, 2 * rows + 3), 3 * rows + 40, cols + 8, 3 * 64 - 24),
+        # Several clusters share the tiles, by the counter; more groups than lanes of the scheduler warp, most of them
+        # empty; one K block.
+        Problem("many groups", tuple(40 * (i // 9) for i in range(42)), 170, cols + 16, 16, clusters=2, dynamic=True),
+        # Ends of any value: every one is clamped.
+        Problem("hostile ends", (-5, 70, 30, 2**31 - 1, -(2**31), 9), rows + 72, 8, 8, clusters=2, dynamic=True),
+        # No row belongs to a group.
+        Problem("no group", (0, 0), 70, 136, 64, clusters=2),
+    )
+
+
+def cases(variant):
+    """(problem, case) pairs; optional operands come and go."""
+    for i, problem in enumerate(problems(variant.tile)):
+        yield problem, make_case(variant, problem, i)
+
+
+def make_case(variant, problem, i, make=device.exact_case):
+    rng = np.random.default_rng(zlib.crc32(f"{variant.name} {problem.name}".encode()))
+    scaled = variant.epilogue != "plain"
+    bias = BIASES[(i + 1) % 4] if variant.c_dtype else BIASES[1 + i % 3] if variant.has_bias else None
+    return make(
+        rng,
+        variant,
+        problem.ends,
+        problem.n,
+        problem.k,
+        problem.m,
+        alpha=scaled and i != 1,
+        prob=scaled and i != 2,
+        bias=bias,
+        d_dtype=DTYPES_16[i % 2] if variant.d_dtype == "16bit" else variant.d_dtype,
+        c_dtype=DTYPES_16[i // 2 % 2] if variant.c_dtype == "16bit" else variant.c_dtype,
+    )
+
+
+def random_case(rng, variant, ends, n, k, m, *, alpha, prob, bias, c_dtype, d_dtype):
+    """Numbers of any kind: how results are rounded shows too."""
+    return oracle.make_case(
+        rng, len(ends), m, n, k, offsets=np.array(ends, np.int32), b_major=variant.b_major, d_dtype=d_dtype,
+        alpha=alpha, prob=prob, bias=bias, generate_c=variant.c_dtype is not None, c_dtype=c_dtype,
+    )  # fmt: skip
+
+
+def b_ptrs(i):
+    return ("memory", "value")[i % 2]
+
+
+def schedules(variant, i):
+    """Policies for a variant's i-th problem: at random, and one of the rest in turn."""
+    every = [*POLICIES, *(f"starve{warp}" for warp in range(WARPS[variant.arch]))]
+    return "random", every[zlib.crc32(f"{variant.name} {i}".encode()) % len(every)]
+
+
+def run(variant, problem, case, i, policy, seed):
+    got = device.forward(
+        variant,
+        case,
+        dynamic=problem.dynamic,
+        clusters=problem.clusters,
+        policy=policy,
+        seed=seed,
+        b_ptrs=b_ptrs(i),
+    )
+    device.check_exact(got, case)
+
+
+def names(arch):
+    return [variant.name for variant in config.variants(arch)]
