@@ -168,7 +168,7 @@ void Warp::Release(Mask m, Knowledge& into) {
     if (mind.lanes & m) into.JoinReleased(*mind.knowledge);
   }
   for (uint32_t lane = 0; lane < kLanes; ++lane) {
-    if (m >> lane & 1) into.all.Add(Now(lane));
+    if (m >> lane & 1) AddOwn(lane, into.all);
   }
   Tick();
 }
@@ -188,7 +188,7 @@ void Warp::Meet(Mask m) {
     if (mind.lanes != 0) others.push_back(mind);
   }
   for (uint32_t lane = 0; lane < kLanes; ++lane) {
-    if (m >> lane & 1) together->all.Add(Now(lane));
+    if (m >> lane & 1) AddOwn(lane, together->all);
   }
   minds = std::move(others);
   minds.push_back({m, std::move(together)});
@@ -394,20 +394,22 @@ Cluster::Cluster(Machine& machine, uint32_t index) : machine(machine), index(ind
   const uint32_t threads = Threads(machine.launch);
   const uint32_t warps = (threads + kLanes - 1) / kLanes;
   const size_t engines = 1 + count * threads;
-  first_slot_ = engines + count * (1 + 2 * warps);
+  const size_t of_warp = machine.code->program.arch >= 100 ? kLanes : 1;
+  first_slot_ = engines + count * (1 + warps * of_warp);
   slots_.resize(count * kSlots);
   agents = first_slot_ + slots_.size();
   barrier_arriving = barrier_complete = NewKnowledge();
   for (uint32_t rank = 0; rank < count; ++rank) {
     ctas.push_back(std::make_unique<Cta>(*this, rank));
     Cta& cta = *ctas.back();
-    size_t engine = engines + rank * (1 + 2 * warps);
+    size_t engine = engines + rank * (1 + warps * of_warp);
     cta.tensor_agent = AgentAt(engine++);
     cta.wgmma_issued.resize((warps + 3) / 4);
     for (uint32_t w = 0; w < warps; ++w) {
       cta.warps.push_back(std::make_unique<Warp>(cta, w, *machine.code));
-      cta.warps.back()->wgmma_agent = AgentAt(engine++);
-      cta.warps.back()->tensor_load_agent = AgentAt(engine++);
+      Warp& warp = *cta.warps.back();
+      (of_warp == 1 ? warp.wgmma_agent : warp.tensor_load_agent) = AgentAt(engine);
+      engine += of_warp;
     }
   }
 }

@@ -149,6 +149,10 @@ struct Warp {
   // --- order ---
   Agent ThreadAgent(uint32_t lane) const { return first_agent + lane; }
   Event Now(uint32_t lane) const { return {ThreadAgent(lane), clock}; }
+  void AddOwn(uint32_t lane, Clocks& to) const {  // what a lane itself did
+    to.Add(Now(lane));
+    if (tensor_load_agent != 0) to.Add({tensor_load_agent + lane, tensor_load_fenced[lane]});
+  }
   const SharedKnowledge KnowledgeOf(uint32_t lane) const;
   void Change(Mask m,
               const std::function<void(Knowledge&, Mask)>& change);  // of what the lanes know
@@ -212,8 +216,9 @@ struct Warp {
   bool guarded_reads = false;  // some register is an accumulator in flight
 
   // --- tcgen05 ---
-  Agent tensor_load_agent = 0;
+  Agent tensor_load_agent = 0;  // of lane 0; the next lanes have the next
   Clock tensor_load_clock = 0, tensor_load_waited = 0;
+  std::array<Clock, kLanes> tensor_load_fenced{};  // up to here a lane passes on that its loads are over
 
   int64_t max_registers;         // of a thread
   uint32_t register_claims = 0;  // setmaxnreg executed

@@ -15,6 +15,9 @@ uint32_t Field(uint64_t descriptor, int bit, int bits) {
 
 SharedMatrix Common(uint64_t descriptor, bool mn_major) {
   if (Field(descriptor, 49, 3) != 0) Raise("unknown", "a matrix descriptor with a base offset");
+  if (Field(descriptor, 14, 2) || Field(descriptor, 30, 2)) {
+    Raise("unknown", "a matrix descriptor with bits set that have no meaning");
+  }
   return {Field(descriptor, 0, 14) << 4, Field(descriptor, 16, 14) << 4,
           Field(descriptor, 32, 14) << 4, 0, mn_major};
 }
@@ -106,6 +109,7 @@ void RowOf(const double* a, const int* exponents, const Columns& b, float* d, bo
 
 SharedMatrix WgmmaMatrix(uint64_t descriptor, bool mn_major) {
   SharedMatrix matrix = Common(descriptor, mn_major);
+  if (Field(descriptor, 46, 3) || Field(descriptor, 52, 10)) Raise("unknown", "a wgmma matrix descriptor with bits set that have no meaning");
   const uint32_t mode = Field(descriptor, 62, 2);
   if (mode == 0) Raise("unknown", "a matrix without swizzle");
   matrix.swizzle = 4 - mode;  // 1: 128 bytes, 2: 64, 3: 32

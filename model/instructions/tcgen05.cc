@@ -294,20 +294,18 @@ INSTRUCTION(Load, "tcgen05.ld.sync.aligned.32x32b",
             first_lane);
     }
     CheckAllocated(w.cta, column, n, "tcgen05.ld");
-    const Event event{w.tensor_load_agent, ++w.tensor_load_clock};
-    for (const Mind& mind : w.minds) {
-      Actor by{event, w.Now(__builtin_ctz(mind.lanes)), mind.knowledge.get()};
+    ++w.tensor_load_clock;
+    for (uint32_t lane = 0; lane < kLanes; ++lane) {
+      const SharedKnowledge knowledge = w.KnowledgeOf(lane);
+      Actor by{{w.tensor_load_agent + lane, w.tensor_load_clock}, w.Now(lane), knowledge.get()};
       by.tcgen05 = true;
-      ForLanes(mind.lanes, [&](uint32_t lane) {
-        const size_t cell = Cell(first_lane + lane, column);
-        w.cta.tensor_shadow.Read(cell, n, by);
-        for (uint32_t i = 0; i < n; ++i) {
-          if (!w.cta.tensor_written[cell + i]) {
-            Raise("uninitialized", "tcgen05.ld of lane ", first_lane + lane, ", column ",
-                  column + i, ", never written");
-          }
+      const size_t cell = Cell(first_lane + lane, column);
+      w.cta.tensor_shadow.Read(cell, n, by);
+      for (uint32_t i = 0; i < n; ++i) {
+        if (!w.cta.tensor_written[cell + i]) {
+          Raise("uninitialized", "tcgen05.ld of lane ", first_lane + lane, ", column ", column + i, ", never written");
         }
-      });
+      }
     }
     for (uint32_t i = 0; i < n; ++i) {
       uint64_t* z = w.Write(out[i], m);
@@ -329,8 +327,7 @@ INSTRUCTION(WaitLoad, "tcgen05.wait::ld.sync.aligned", "9.7.16.8.5 tcgen05.wait"
 
 INSTRUCTION(FenceBefore, "tcgen05.fence::before_thread_sync", "9.7.16.11 tcgen05.fence") {
   return [](Warp& w, Mask m) {
-    w.Change(m,
-             [&](Knowledge& k, Mask) { k.all.Add({w.tensor_load_agent, w.tensor_load_waited}); });
+    ForLanes(m, [&](uint32_t lane) { w.tensor_load_fenced[lane] = w.tensor_load_waited; });
     return Outcome::kNext;
   };
 }

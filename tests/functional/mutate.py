@@ -149,11 +149,16 @@ def comparison(s):
 
 def constant(s):
     if match := re.match(r"((?:add|sub|mul\.lo)\.s32\s+%r\d+, %r\d+, )(-?\d+);", s):
-        yield f"{match[1]}{int(match[2]) + 1};"
-    if match := re.match(r"((?:shl\.b32|shr\.[us]32|and\.b32|or\.b32)\s+%r\d+, %r\d+, )(\d+);", s):
-        yield f"{match[1]}{int(match[2]) ^ 1};"
+        # Where addresses are meant, by 16: less would be cut off.
+        step = 16 if abs(int(match[2])) >= 64 else 1
+        yield f"{match[1]}{int(match[2]) + step};"
+    if match := re.match(r"((?:shl\.b32|shr\.[us]32)\s+%r\d+, %r\d+, )(\d+);", s):
+        yield f"{match[1]}{int(match[2]) - 1};"
+    if match := re.match(r"(and\.b32\s+%r\d+, %r\d+, )(\d+);", s):  # without its lowest bit
+        yield f"{match[1]}{int(match[2]) & (int(match[2]) - 1)};"
     if match := re.match(r"(mov\.b32\s+%r\d+, )(-?\d{1,7});", s):
-        yield f"{match[1]}{int(match[2]) + 1};"
+        # Of zero something that shows as an integer and as a float.
+        yield f"{match[1]}{int(match[2]) + 1 if int(match[2]) else 0x40000001};"
     if match := re.match(r"(selp\.b32\s+%r\d+, )(-?\d+), (-?\d+)(, .*)", s):
         yield f"{match[1]}{match[3]}, {match[2]}{match[4]}"
 
@@ -173,11 +178,17 @@ OPERATORS = (
 )  # fmt: skip
 
 
+def _dead(statement, text):
+    """Nothing reads what it computes: `mov.b32 %r5, 1` of a form of an instruction that takes its number otherwise."""
+    match = re.match(r"[a-z][\w.]*\s+(%r[sd]?\d+|%p\d+),", statement)
+    return match and len(re.findall(re.escape(match[1]) + r"\b", text)) == 1
+
+
 def mutants(text):
     found = []
     for number, line in enumerate(text.split("\n"), 1):
         statement = line.strip()
-        if not statement or statement.startswith((".", "/", "{", "}")):
+        if not statement or statement.startswith((".", "/", "{", "}")) or _dead(statement, text):
             continue
         for operator in OPERATORS:
             found += [Mutant(operator.__name__, number, line, new) for new in operator(statement)]
@@ -186,15 +197,89 @@ def mutants(text):
 
 # --- edits that compute the same --------------------------------------------------------------------------------------
 
-# (operator, pattern of the statement, why it cannot matter)
-EXPLAINED = ()
+# operator, pattern of the statement, pattern of the lines around it (3 before, 12 after; "" any), why it cannot matter.
+EXPLAINED = (
+    (
+        "comparison|negate_guard",
+        r"setp\.ne\.b32|bra",
+        r"\A(?:.*\n){2,4}?.*(?:setp\.ne|bra).*\n(?:.*bra.*\n)?\s*cvta\.param\.u64.*\n\s*prefetch\.tensormap",
+        "says which warp prefetches the tensor maps: a hint",
+    ),
+    ("constant", r"shr\.[su](32|64)\s+.*, 31;", "", "the sign of a number that is never negative: sizes, ranks, rows"),
+    (
+        "constant",
+        r"shr\.u32",
+        r"shr\.s32\s+%r\d+, %r\d+, 31;\n.*shr\.u32",
+        "a correction for negative numbers, as above",
+    ),
+    ("comparison", r"setp\.gt\.s32\s+%p\d+, %r\d+, -1;", "", "the same sign; -1 does not occur"),
+    (
+        "comparison",
+        r"setp\.(ne\.b32|lt\.s32)",
+        r"setp\.ne\.b32\s+(%p\d+), .*\n\s*setp\.lt\.s32\s+(%p\d+), %r\d+, 0;\n\s*and\.pred\s+%p\d+, \2, \1;",
+        "whether a negative rank is odd: both halves of an `and` of which one is always false",
+    ),
+    (
+        "drop",
+        r"fence\.mbarrier_init",
+        r"(fence\.mbarrier_init\.release\.cluster;\s*){2}",
+        "stands twice; of one that is left alone see the kernels where it does",
+    ),
+    (
+        "constant",
+        r"shl\.b32\s+%r\d+, %r\d+, \d;|and\.b32\s+%r\d+, %r\d+, 33554430;",
+        r"33554430|shl\.b32 	%r\d+, %r\d+, 21;",
+        "of the rank of a CTA's pair, of which a cluster has one",
+    ),
+    (
+        "constant",
+        r"shl\.b32\s+%r\d+, %r\d+, (8|7);",
+        r"mapa|popc|vote|elect|shfl\.sync",
+        "of the rank along N, which is 0",
+    ),
+    (
+        "constant",
+        r"mov\.b32\s+%r\d+, 0;",
+        r"mov\.b32\s+%r\d+, -1;\n\s*mov\.b32|atom\.global",
+        "fields of the ring's last entry, whose reader looks at the first only; a value that every path replaces",
+    ),
+    (
+        "skip_wait|flip_parity",
+        "",
+        r"LAB_WAIT;.*\n(?:.*\n){0,9}.*atom\.global|try_wait(?:.*\n){1,8}.*setp\.ne\.b32(?:.*\n){1,5}.*atom\.global",
+        "the claim's wait until the tile before is read: it is about who gets which tile, not about memory",
+    ),
+)
+
+# Runs of waits for stage after stage, at a producer's end.
+TAIL = (
+    "consumers release a ring's stages in order: the wait for a later stage implies all before; and in a pair the handshake "
+    "before tensor memory is freed implies every one"
+)
 
 
-def explanation(mutant):
-    for operator, pattern, why in EXPLAINED:
-        if mutant.operator == operator and re.search(pattern, mutant.old):
+def explanation(mutant, lines):
+    at = mutant.line - 1
+    around = "\n".join(lines[max(at - 3, 0) : at + 13])
+    for operator, pattern, context, why in EXPLAINED:
+        if re.fullmatch(operator, mutant.operator) and re.search(pattern, mutant.old) and re.search(context, around):
             return why
+    if mutant.operator in ("skip_wait", "other_address", "swizzle", "comparison", "constant") and _in_tail(lines, at):
+        return TAIL
     return None
+
+
+def _in_tail(lines, at):
+    """Between here and the next label of the kernel's, or the last, there is nothing but waits and the arithmetic between."""
+    block = []
+    for step in (range(at, -1, -1), range(at + 1, len(lines))):
+        for i in step:
+            if lines[i].startswith("$L") or re.search(r"\bbra\s+\$L|\b(ld|st|cp|tcgen05|wgmma|bar|atom)\.", lines[i]):
+                break
+            block.append(lines[i])
+    return sum("mbarrier.try_wait" in line for line in block) >= 2 and not any(
+        "mbarrier.arrive" in line for line in block
+    )
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -261,7 +346,8 @@ def main():
 
         results = survey(variant, chosen, options.jobs, lambda line: print(line, end="", file=sys.stderr, flush=True))
         missed = [mutant for mutant, found in results if found is None]
-        unexplained = [mutant for mutant in missed if explanation(mutant) is None]
+        lines = device.ptx(name).split("\n")
+        unexplained = [mutant for mutant in missed if explanation(mutant, lines) is None]
         behaving = len(results) - len(missed) + len(unexplained)
         print(
             f"\n{name}: {len(results)} mutants, {len(results) - len(missed)} caught, {len(missed) - len(unexplained)} explained;"
@@ -273,7 +359,7 @@ def main():
         for mutant in sorted(unexplained, key=lambda mutant: mutant.line):
             print(f"  missed: {mutant.operator} line {mutant.line}: {mutant.old.strip()[:90]}  ->  {mutant.new[:60]}")
         record[name] = [
-            {**dataclasses.asdict(mutant), "caught": found, "explained": explanation(mutant)}
+            {**dataclasses.asdict(mutant), "caught": found, "explained": explanation(mutant, lines)}
             for mutant, found in results
         ]
     if options.out:

@@ -10,8 +10,6 @@ import device
 import numpy as np
 import oracle
 
-from jax_grouped_gemm import config
-
 BIASES = (None, "float32", "bfloat16", "float16")
 DTYPES_16 = ("bfloat16", "float16")
 # In which order things happen: see model/machine.h. A warp that is starved runs only when no other can.
@@ -35,15 +33,23 @@ class Problem:
 def problems(tile):
     """For one tile: rows and columns of a cluster, tails of everything, and enough tiles that every ring wraps."""
     rows, cols = tile.m * tile.cluster_m, tile.n
+    # Four times as many groups as the scheduler warp has lanes; most are empty, in two of the four all, and one has more
+    # cluster rows than a band.
+    sizes = [0] * 128
+    sizes[0], sizes[20], sizes[70], sizes[94] = 40, 9 * rows + 3, 40, 1
     return (
-        # One cluster does it all: more tiles than three times the accumulators, odd numbers of K blocks, more of them in
+        # One cluster does it all: more tiles than three times the accumulators, an odd number of K blocks, more of them in
         # all than there are stages.
         Problem("ragged", (rows, rows + 1, rows + 1, 2 * rows + 3, 2 * rows + 3), 3 * rows + 40, cols + 8, 3 * 64 - 24),
-        # Several clusters share the tiles, by the counter; more groups than lanes of the scheduler warp, most of them
-        # empty; one K block.
-        Problem("many groups", tuple(40 * (i // 9) for i in range(42)), 170, cols + 16, 16, clusters=2, dynamic=True),
+        # Several clusters share the tiles, by the counter; one K block.
+        Problem(
+            "many groups", tuple(np.cumsum(sizes).tolist()), sum(sizes) + 9, cols + 16, 16, clusters=2, dynamic=True
+        ),
         # Ends of any value: every one is clamped.
         Problem("hostile ends", (-5, 70, 30, 2**31 - 1, -(2**31), 9), rows + 72, 8, 8, clusters=2, dynamic=True),
+        # One tile, and a cluster that finds none. The K blocks are no multiple of the stages: the ring ends elsewhere than
+        # it began.
+        Problem("one tile", (rows - 1,), rows - 1, 40, 7 * 64, clusters=2, dynamic=True),
         # No row belongs to a group.
         Problem("no group", (0, 0), 70, 136, 64, clusters=2),
     )
@@ -87,12 +93,31 @@ def b_ptrs(i):
 
 
 def schedules(variant, i):
-    """Policies for a variant's i-th problem: at random, and one of the rest in turn."""
+    """Policies for a variant's i-th problem: at random, and for all but the longest one of the rest in turn."""
+    if i == 1:
+        return ("random",)
     every = [*POLICIES, *(f"starve{warp}" for warp in range(WARPS[variant.arch]))]
     return "random", every[zlib.crc32(f"{variant.name} {i}".encode()) % len(every)]
 
 
+def work(variant, case):
+    """(bytes that the copy engine must load, bytes that it must store): every tile once, none twice, none in vain."""
+    tile, k, n = variant.tile, case.a.shape[1], case.b.shape[1 if case.b_major == "k" else 2]
+    rows = tile.m * tile.cluster_m
+
+    def tiles(groups):
+        return sum(-(-(end - begin) // rows) for begin, end in groups) * -(-n // tile.n)
+
+    groups = case.groups()
+    block = 2 * tile.k * (tile.m * tile.cluster_m + tile.n)  # of A and B, a whole cluster's
+    outputs = ("D", "C") if case.generate_c else ("D",)
+    element = sum(4 if case.dtype_of(output) == "float32" else 2 for output in outputs)
+    tail = [(case.end(), case.a.shape[0])]
+    return tiles(groups) * -(-k // tile.k) * block, tiles(groups + tail) * rows * tile.n * element
+
+
 def run(variant, problem, case, i, policy, seed):
+    device.statistics()
     got = device.forward(
         variant,
         case,
@@ -103,7 +128,7 @@ def run(variant, problem, case, i, policy, seed):
         b_ptrs=b_ptrs(i),
     )
     device.check_exact(got, case)
-
-
-def names(arch):
-    return [variant.name for variant in config.variants(arch)]
+    done = device.statistics()
+    did, must = (done.get("copy: bytes loaded", 0), done["copy: bytes stored"]), work(variant, case)
+    if did != must:
+        raise device.Fault("work", f"{did} bytes were loaded and stored, {must} are needed")
