@@ -65,19 +65,25 @@ def store_lanes(register, bits=32):
         st.global.b{bits} [at], {register}; }}"""
 
 
+TYPES = {np.uint16: 9, np.float16: 6, np.float32: 7}  # of cuTensorMapEncodeTiled; uint16 stands for bfloat16
+
+
 def tensor_map(driver, address, dims, strides, box, *, dtype=np.uint16, swizzle=3):
     """128 bytes, as the driver encodes them. dims innermost first; strides in bytes, of all but the innermost.
 
-    dtype: uint16 stands for bfloat16. swizzle: 0 none, 1 to 3 32 to 128 bytes.
+    swizzle: 0 none, 1 to 3 32 to 128 bytes.
     """
+    return encode(driver, TYPES[dtype], address, dims, strides, box, swizzle, 0)
+
+
+def encode(driver, type_code, address, dims, strides, box, swizzle, l2_promotion):
     raw = (ctypes.c_ubyte * 256)()
     at = -(-ctypes.addressof(raw) // 64) * 64
     rank = len(dims)
-    code = {np.uint16: 9, np.float16: 6, np.float32: 7}[dtype]
     result = driver.cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), code, rank, ctypes.c_void_p(address), (ctypes.c_uint64 * rank)(*dims),
+        ctypes.c_void_p(at), type_code, rank, ctypes.c_void_p(address), (ctypes.c_uint64 * rank)(*dims),
         (ctypes.c_uint64 * max(rank - 1, 1))(*strides), (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank),
-        0, swizzle, 0, 0,
+        0, swizzle, l2_promotion, 0,
     )  # fmt: skip
     assert result == 0
     return ctypes.string_at(at, 128)
