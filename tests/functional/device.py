@@ -93,6 +93,13 @@ def register(name, text=None):
     register_program(name, ptx(name) if text is None else text, _cubin(name))
 
 
+def register_with_prologues(variant, text=None):
+    """A variant, and the kernels that run before it where weights are in arrays of their own."""
+    register(variant.name, text)
+    for source in ("memory", "value"):
+        register(config.prologue_name(variant.arch, source))
+
+
 def register_program(name, text, cubin=b"none"):
     error = _model().model_register(name.encode(), cubin, len(cubin), text.encode())
     if error is not None:
@@ -228,10 +235,6 @@ def forward(variant, case, *, dynamic=False, clusters=2, policy="random", seed=0
             raise RuntimeError(error.decode())
         d = memory.get(call.d, (m, n), d_dtype)
         return (d, memory.get(call.c, (m, n), c_dtype)) if case.generate_c else d
-
-
-def prologues(arch):
-    return [config.prologue_name(arch, source) for source in ("memory", "value")]
 
 
 # --- comparison -------------------------------------------------------------------------------------------------------

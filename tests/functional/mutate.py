@@ -286,26 +286,18 @@ def _in_tail(lines, at):
 
 
 def verdict(variant, mutant):
-    """(what caught it, in which problem), or None."""
+    """What caught it, or None."""
     try:
-        device.register(variant.name, mutant.apply(device.ptx(variant.name)))
+        device.register_with_prologues(variant, mutant.apply(device.ptx(variant.name)))
+        sweep.run_all(variant)
     except device.Fault as fault:
-        return fault.kind, "decode"
-    # Small problems first: most mutants die at once.
-    for i, (problem, case) in sorted(enumerate(sweep.cases(variant)), key=lambda each: each[1][1].a.size):
-        for policy in sweep.schedules(variant, i):
-            try:
-                sweep.run(variant, problem, case, i, policy, seed=i)
-            except device.Fault as fault:
-                return fault.kind, problem.name
+        return fault.kind
     return None
 
 
 def _work(arguments):
-    variant, mutant = arguments
     device.MAX_STATEMENTS = 3_000_000
-    for prologue in device.prologues(variant.arch):
-        device.register(prologue)
+    variant, mutant = arguments
     return mutant, verdict(variant, mutant)
 
 

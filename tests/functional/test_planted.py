@@ -145,11 +145,7 @@ def planted(request, tmp_path_factory):
 def test_a_mistake_is_found(planted):
     variant, text, kinds = planted
     assert text != device.ptx(variant.name)
-    device.register(variant.name, text)
-    for prologue in device.prologues(variant.arch):
-        device.register(prologue)
+    device.register_with_prologues(variant, text)
     with pytest.raises(device.Fault) as found:
-        for i, (problem, case) in enumerate(sweep.cases(variant)):
-            for policy in sweep.schedules(variant, i):
-                sweep.run(variant, problem, case, i, policy, seed=i)
+        sweep.run_all(variant)
     assert found.value.kind in kinds, found.value

@@ -16,12 +16,8 @@ TURN_OF_A_WAIT = "bra.uni     LAB_WAIT;"
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_variant(variant):
-    device.register(variant.name)
-    for prologue in device.prologues(variant.arch):
-        device.register(prologue)
-    for i, (problem, case) in enumerate(sweep.cases(variant)):
-        for policy in sweep.schedules(variant, i):
-            sweep.run(variant, problem, case, i, policy, seed=i)
+    device.register_with_prologues(variant)
+    sweep.run_all(variant)
     lines, executed = device.coverage(variant.name)
     text = [line.strip() for line in device.ptx(variant.name).splitlines()]
     missed = [f"{n}: {text[n - 1]}" for n in lines[executed == 0] if text[n - 1] != TURN_OF_A_WAIT]

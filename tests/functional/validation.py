@@ -33,9 +33,7 @@ def digest(got):
 
 
 def on_the_model(variant):
-    device.register(variant.name)
-    for prologue in device.prologues(variant.arch):
-        device.register(prologue)
+    device.register_with_prologues(variant)
     return {
         problem.name: digest(
             device.forward(variant, case, dynamic=problem.dynamic, clusters=problem.clusters, b_ptrs=sweep.b_ptrs(i))
