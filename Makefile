@@ -30,10 +30,10 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 say = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup build demo test test-gpu sanitize bench lint format wheel clean
+.PHONY: help setup build demo test mutants model-costs test-gpu sanitize bench lint format wheel clean
 
 help: ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(SETUP) $(HEADERS)/.ready ## create .venv with every tool, fetch XLA's FFI headers
 
@@ -77,11 +77,23 @@ demo: build ## run the mixture-of-experts example on this machine's GPU or CPU
 	@$(say) "demo: examples/moe_layer.py"
 	@$(RUN) examples/moe_layer.py
 
-test: build lint ## everything that needs no GPU: lint, C++ tests, Python tests
+# The kernels run on a model of the GPU: docs/functional_model.md. One process per core; BLAS must not add threads.
+FUNCTIONAL := PYTHONPATH="$(CURDIR)/tests:$$PYTHONPATH" OPENBLAS_NUM_THREADS=1 $(RUN)
+KERNELS ?= sm90_forward_128x256x64_cluster2x1_bk_dense_bfloat16_plain sm100_forward_128x256x64_cluster2x1_pair_bk_dense_bfloat16_plain
+
+test: build lint ## everything that needs no GPU: lint, C++ tests, the kernels on a model of the GPU, Python tests
 	@$(say) "test: C++"
 	@ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
+	@$(say) "test: the kernels, on the functional model"
+	@OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -m "not gpu" tests/functional -n $(JOBS) --durations=5
 	@$(say) "test: Python"
-	@$(RUN) -m pytest -m "not gpu" --durations=5
+	@$(RUN) -m pytest -m "not gpu" --ignore tests/functional -n $(JOBS) --dist loadfile --durations=5
+
+mutants: build ## how many edits of KERNELS' code the functional model notices (minutes each; MUTANT_ARGS="--sample 100")
+	@$(FUNCTIONAL) tests/functional/mutate.py $(KERNELS) --jobs $(JOBS) $(MUTANT_ARGS)
+
+model-costs: build ## statements, copies and waits of kernels, per tile and role
+	@$(FUNCTIONAL) tests/functional/tile_costs.py
 
 test-gpu: ## the tests that need a GPU, on what `make build` left (or was carried over)
 	@test -e $(DATA)/manifest.json || { echo "$(DATA) is empty: run make build here, or copy the folder from where you did" >&2; exit 1; }
@@ -111,12 +123,12 @@ lint: setup ## ruff, mypy, clang-format
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
-	@find ffi -name '*.cc' -o -name '*.h' | xargs clang-format --dry-run -Werror
+	@find ffi model -name '*.cc' -o -name '*.h' | xargs clang-format --dry-run -Werror
 
 format: setup ## rewrite the sources in the style that lint wants
 	@$(RUN) -m ruff check --fix --quiet . || true
 	@$(RUN) -m ruff format .
-	@find ffi -name '*.cc' -o -name '*.h' | xargs clang-format -i
+	@find ffi model -name '*.cc' -o -name '*.h' | xargs clang-format -i
 
 wheel: build ## dist/*.whl, on the kernels that are built already
 	@$(say) "wheel"

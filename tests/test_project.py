@@ -17,6 +17,8 @@ TARGETS = {
     "build",
     "demo",
     "test",
+    "mutants",
+    "model-costs",
     "test-gpu",
     "sanitize",
     "bench",

@@ -1,6 +1,6 @@
 """How good is the checker? Edits a kernel's PTX, one statement at a time, and counts which edits the sweep notices.
 
-    python tests/functional/mutate.py KERNEL ... [--sample N] [--jobs N] [--out FILE]
+    make mutants KERNELS="..." MUTANT_ARGS="--sample 100 --out FILE"
 
 A mutant is caught if some run of the sweep faults, or gives a wrong result. One that is not caught may be a gap of the
 checker or of the sweep, or may compute the same: EXPLAINED says which edits cannot matter, and why.

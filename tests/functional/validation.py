@@ -2,7 +2,7 @@
 
 h200_results.json holds hashes of results. The model must compute them on the CPU, and an H200 must: two tests, one file.
 
-    python tests/functional/validation.py     writes the file anew, from the model; then run the GPU test on an H200
+    PYTHONPATH=.:tests python tests/functional/validation.py     writes the file anew, from the model; then run the GPU test
 """
 
 import concurrent.futures
