@@ -66,12 +66,6 @@ uint32_t BlockOf(const Launch& launch, uint32_t cluster, uint32_t rank, int axis
 
 }  // namespace
 
-std::string Describe(Event event) {
-  // Agents of a cluster: see Cluster's constructor.
-  return Text("agent ", event.agent & 0xffff, " of cluster ", event.agent >> 16, " (its ",
-              event.clock, ")");
-}
-
 // --- warps ---
 
 Warp::Warp(Cta& cta, uint32_t index, const Code& code)
@@ -82,7 +76,7 @@ Warp::Warp(Cta& cta, uint32_t index, const Code& code)
       registers(code.Registers()),
       defined(code.Registers()),
       written_at(code.Registers()),
-      first_agent(cta.cluster.AgentAt(1 + cta.rank * Threads(cta.machine.launch) + index * kLanes)),
+      first_agent(cta.cluster.AgentAt(cta.machine.agents.Thread(cta.rank, index * kLanes))),
       wgmma_register(code.Registers()),
       max_registers(RegistersOfThread(machine.launch)) {
   const uint32_t threads = std::min(kLanes, Threads(machine.launch) - index * kLanes);
@@ -312,11 +306,11 @@ Cta::Cta(Cluster& cluster, uint32_t rank)
       shared_written(kSharedBytes),
       shared_barrier(kSharedBytes / 4),
       shared_shadow(Text("shared memory of CTA ", rank, " of cluster ", cluster.index),
-                    kSharedBytes / 4),
+                    kSharedBytes / 4, machine.agents),
       tensor(machine.code->program.arch >= 100 ? kTensorLanes * kTensorColumns : 0),
       tensor_written(tensor.size()),
       tensor_shadow(Text("tensor memory of CTA ", rank, " of cluster ", cluster.index),
-                    tensor.size()) {
+                    tensor.size(), machine.agents) {
   free_registers = 0;  // what the launch leaves over is not given out
 }
 
@@ -386,37 +380,29 @@ Mbarrier& Cta::BarrierAt(uint32_t offset, const char* access) {
 
 // --- clusters ---
 
-// Agents of a cluster: 0 nobody, then its threads, then per CTA the tensor pipe, per warp its wgmma
-// pipe and its loads from tensor memory, then slots for operations that are ordered with nothing.
-Cluster::Cluster(Machine& machine, uint32_t index) : machine(machine), index(index) {
-  constexpr size_t kSlots = 192;  // per CTA: several times what is ever under way
-  const uint32_t count = Ctas(machine.launch);
-  const uint32_t threads = Threads(machine.launch);
-  const uint32_t warps = (threads + kLanes - 1) / kLanes;
-  const size_t engines = 1 + count * threads;
-  const size_t of_warp = machine.code->program.arch >= 100 ? kLanes : 1;
-  first_slot_ = engines + count * (1 + warps * of_warp);
-  slots_.resize(count * kSlots);
-  agents = first_slot_ + slots_.size();
+Cluster::Cluster(Machine& machine, uint32_t index)
+    : machine(machine), index(index), slots_(machine.agents.ctas * Agents::kSlots) {
+  const Agents& agents = machine.agents;
   barrier_arriving = barrier_complete = NewKnowledge();
-  for (uint32_t rank = 0; rank < count; ++rank) {
+  for (uint32_t rank = 0; rank < agents.ctas; ++rank) {
     ctas.push_back(std::make_unique<Cta>(*this, rank));
     Cta& cta = *ctas.back();
-    size_t engine = engines + rank * (1 + warps * of_warp);
-    cta.tensor_agent = AgentAt(engine++);
-    cta.wgmma_issued.resize((warps + 3) / 4);
-    for (uint32_t w = 0; w < warps; ++w) {
+    cta.tensor_agent = AgentAt(agents.TensorPipe(rank));
+    cta.wgmma_issued.resize((agents.Warps() + 3) / 4);
+    for (uint32_t w = 0; w < agents.Warps(); ++w) {
       cta.warps.push_back(std::make_unique<Warp>(cta, w, *machine.code));
       Warp& warp = *cta.warps.back();
-      (of_warp == 1 ? warp.wgmma_agent : warp.tensor_load_agent) = AgentAt(engine);
-      engine += of_warp;
+      (agents.tensor_loads ? warp.tensor_load_agent : warp.wgmma_agent) =
+          AgentAt(agents.WarpEngine(rank, w));
     }
   }
 }
 
+Knowledge Cluster::NewKnowledge() const { return Knowledge(index, machine.agents.Count()); }
+
 Event Cluster::Start() {
   const size_t slot = next_slot_++ % slots_.size();
-  return {AgentAt(first_slot_ + slot), ++slots_[slot]};
+  return {AgentAt(machine.agents.Slot(slot)), ++slots_[slot]};
 }
 
 Cta& Cluster::At(uint32_t address, uint32_t* offset, const char* access) {
@@ -428,12 +414,15 @@ Cta& Cluster::At(uint32_t address, uint32_t* offset, const char* access) {
 
 void Cluster::Touch(Cta& cta, Event by) {
   const uint32_t threads = Threads(machine.launch);
-  const Agent first = AgentAt(1 + cta.rank * threads);
+  const Agent first = AgentAt(machine.agents.Thread(cta.rank, 0));
   if (by.agent < first || by.agent >= first + threads) cta.foreign[by.agent] = by;
 }
 
 void Cluster::Post(Operation::Queue queue, uint32_t lane, std::string what,
                    std::function<void()> effect) {
+  // Slots are used in turn: one must be free again before its turn comes.
+  if (machine.operations.size() > slots_.size() / 2)
+    Raise("limit", machine.operations.size(), " operations under way at once");
   machine.operations.push_back({queue, lane, std::move(effect), std::move(what)});
 }
 
@@ -498,6 +487,7 @@ Machine::Machine(GlobalMemory& global, std::shared_ptr<const Code> code, const L
       code(std::move(code)),
       launch(launch),
       options(options),
+      agents{Ctas(launch), Threads(launch), this->code->program.arch >= 100},
       random(options.seed * 0x9e3779b97f4a7c15 + 1),
       executed(this->code->instructions.size()) {
   // PTX ISA, elect.sync: the same leader every time; which one is not said.
@@ -628,7 +618,7 @@ void Machine::Retire(Cluster& cluster) {
     for (const auto& [agent, event] : cta->foreign) {
       if (!known.all.Has(event)) {
         Raise("race", "CTA ", cta->rank, " of cluster ", cluster.index,
-              " exits, but none of its threads knows that ", Describe(event),
+              " exits, but none of its threads knows that ", machine.agents.Name(event),
               " is done with its shared memory");
       }
     }
@@ -656,6 +646,7 @@ void Machine::Retire(Cluster& cluster) {
 void Machine::Run() {
   for (auto& [base, allocation] : global.allocations()) {
     allocation.shadow = nullptr;
+    allocation.agents = &agents;
     allocation.atomic_words.clear();
   }
   const uint32_t total =

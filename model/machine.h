@@ -274,7 +274,7 @@ struct Cluster {
   Agent AgentAt(size_t i) const { return index << 16 | static_cast<Agent>(i); }
   // A fresh event of an engine that works on its own.
   Event Start();
-  Knowledge NewKnowledge() const { return Knowledge(index, agents); }
+  Knowledge NewKnowledge() const;
   // The CTA and offset of a shared::cluster address.
   Cta& At(uint32_t address, uint32_t* offset, const char* access);
   void Touch(Cta& cta, Event by);  // `by` accesses the CTA's shared memory
@@ -286,7 +286,6 @@ struct Cluster {
 
   Machine& machine;
   const uint32_t index;
-  size_t agents = 0;
   std::vector<std::unique_ptr<Cta>> ctas;
   bool done = false;
 
@@ -301,7 +300,6 @@ struct Cluster {
  private:
   void Settle(Mbarrier& barrier);
 
-  size_t first_slot_ = 0;
   std::vector<Clock> slots_;
   size_t next_slot_ = 0;
 };
@@ -345,6 +343,7 @@ struct Machine {
   const std::shared_ptr<const Code> code;
   const Launch launch;
   const Options options;
+  const Agents agents;
   std::mt19937_64 random;
   uint64_t parameters;    // their address
   uint32_t leader;        // elect.sync picks the leader-th lane of those that may be

@@ -19,8 +19,11 @@ namespace model {
 // word.
 class Shadow {
  public:
-  Shadow(std::string memory, size_t words)
-      : memory_(std::move(memory)), whole_((words + kWords - 1) / kWords), split_(whole_.size()) {}
+  Shadow(std::string memory, size_t words, const Agents& agents)
+      : memory_(std::move(memory)),
+        agents_(agents),
+        whole_((words + kWords - 1) / kWords),
+        split_(whole_.size()) {}
 
   void Read(size_t first, size_t words, const Actor& actor);
   void Write(size_t first, size_t words, const Actor& actor);
@@ -54,14 +57,12 @@ class Shadow {
   void DropReads(Cell& cell);
 
   std::string memory_;
+  Agents agents_;
   std::vector<Cell> whole_;
   std::vector<std::unique_ptr<std::array<Cell, kWords>>> split_;  // null: the chunk is whole
   std::vector<More> pool_;
   uint32_t free_ = 0;
 };
-
-// An agent's name in reports.
-std::string Describe(Event event);
 
 struct Allocation {
   Allocation(std::string name, uint64_t base, size_t size, bool writable)
@@ -72,6 +73,7 @@ struct Allocation {
   bool writable;
   std::vector<uint8_t> bytes;
   std::vector<uint8_t> written;    // 1: holds a value
+  const Agents* agents = nullptr;  // of the launch under way
   std::unique_ptr<Shadow> shadow;  // of the launch under way; made at its first write
   // What device code stored by plain stores, in slots of a tensor map's size: who, and whether it
   // was released to the tensormap proxy since.

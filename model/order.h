@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace model {
@@ -21,6 +22,30 @@ using Clock = uint32_t;
 struct Event {
   Agent agent = 0;
   Clock clock = 0;
+};
+
+// Which agents a cluster has: 0 nobody, then its threads, then per CTA the tensor pipe and per warp
+// its wgmma pipe, or from SM100 on every lane's loads from tensor memory, then slots for operations
+// that are ordered with nothing.
+struct Agents {
+  uint32_t ctas = 1, threads = 32;  // threads: of a CTA
+  bool tensor_loads = false;        // SM100
+  static constexpr uint32_t kLanes = 32;
+  static constexpr uint32_t kSlots = 192;  // per CTA: several times what is ever under way
+
+  uint32_t Warps() const { return (threads + kLanes - 1) / kLanes; }
+  uint32_t OfWarp() const { return tensor_loads ? kLanes : 1; }
+  uint32_t OfCta() const { return 1 + Warps() * OfWarp(); }
+
+  uint32_t Thread(uint32_t cta, uint32_t thread) const { return 1 + cta * threads + thread; }
+  uint32_t TensorPipe(uint32_t cta) const { return Thread(ctas, 0) + cta * OfCta(); }
+  uint32_t WarpEngine(uint32_t cta, uint32_t warp) const {
+    return TensorPipe(cta) + 1 + warp * OfWarp();
+  }
+  uint32_t Slot(uint32_t slot) const { return TensorPipe(ctas) + slot; }
+  uint32_t Count() const { return Slot(ctas * kSlots); }
+
+  std::string Name(Event event) const;
 };
 
 class Clocks {
