@@ -618,7 +618,7 @@ void Machine::Retire(Cluster& cluster) {
     for (const auto& [agent, event] : cta->foreign) {
       if (!known.all.Has(event)) {
         Raise("race", "CTA ", cta->rank, " of cluster ", cluster.index,
-              " exits, but none of its threads knows that ", machine.agents.Name(event),
+              " exits, but none of its threads knows that ", agents.Name(event),
               " is done with its shared memory");
       }
     }
