@@ -18,6 +18,7 @@ TARGETS = {
     "demo",
     "test",
     "test-gpu",
+    "prove",
     "sanitize",
     "bench",
     "lint",
