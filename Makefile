@@ -14,6 +14,7 @@ VENV ?= .venv
 BUILD ?= build
 JOBS ?= $(shell nproc)
 BENCH_ARGS ?=
+PROVE_ARGS ?=
 
 ifeq ($(VENV),)
   RUN := $(PYTHON)
@@ -30,7 +31,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 say = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup build demo test mutants model-costs test-gpu sanitize bench lint format wheel clean
+.PHONY: help setup build demo test mutants model-costs test-gpu prove sanitize bench lint format wheel clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -99,6 +100,11 @@ test-gpu: ## the tests that need a GPU, on what `make build` left (or was carrie
 	@test -e $(DATA)/manifest.json || { echo "$(DATA) is empty: run make build here, or copy the folder from where you did" >&2; exit 1; }
 	@$(RUN) -c 'import jax; jax.devices("cuda")' 2>/dev/null || { echo "no NVIDIA GPU that JAX can use: every test would be skipped" >&2; exit 1; }
 	@$(RUN) -m pytest -m gpu
+
+# Static proofs; a part of them is in `make test`.
+prove: build ## prove the Blackwell kernels free of races and deadlocks at a few sizes: see docs/static_proof.md (PROVE_ARGS="words of a question")
+	@$(say) "prove"
+	@PYTHONPATH="$(PYTHONPATH):tests" BUILD="$(BUILD)" $(RUN) -m static_proof $(PROVE_ARGS)
 
 # Settings with which planted faults were found. memcheck sees an access one byte past a buffer only with the allocator
 # "cuda_async" ("platform" hides even one 2 MiB past it); racecheck's default report left out a race that "all" shows.

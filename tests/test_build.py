@@ -1,6 +1,6 @@
 """The compiled kernels, every one: that each is the code meant, within the hardware's limits; and the build around them.
 
-Reads what `make build` left in build/aot. Needs no GPU: cuobjdump and nvdisasm, from their packages, read the cubins.
+Reads what `make build` left in build/aot. Needs no GPU: cuobjdump and nvdisasm, from their packages, read the cubins, and ptxas assembles the PTX again.
 """
 
 import concurrent.futures
@@ -16,6 +16,7 @@ import struct
 import subprocess
 
 import pytest
+from ptx_flow import Flow
 
 from jax_grouped_gemm import config
 from jax_grouped_gemm.aot import build as build_module
@@ -28,6 +29,7 @@ KERNELS = {kernel.name: kernel for kernel in kernels_module.all_kernels()}
 
 SHARED_MEMORY_LIMIT = 232448  # of a CTA on both architectures: 228 KiB of an SM, less 1 KiB for the system
 REGISTERS_OF_AN_SM = 65536
+REGISTER_UNIT = 8  # a warp's registers are given out in units of 256
 TENSOR_MEMORY_COLUMNS = 512
 INSTRUCTION_BYTES = 16
 MATRIX_K = 16  # of one matrix instruction on 16-bit elements
@@ -176,8 +178,48 @@ def test_nothing_in_local_memory(name, usage, sass):
 def test_fits_an_sm(name, facts, usage):
     assert facts[name]["smem_bytes"] <= SHARED_MEMORY_LIMIT
     assert re.findall(r"\.reqntid (\d+), 1, 1|\.maxntid (\d+)", ptx(name)) == [(str(facts[name]["threads"]), "")]
-    # A warp's registers are given out in units of 256, so a thread's in units of 8.
-    assert -(-usage[name]["REG"] // 8) * 8 * facts[name]["threads"] <= REGISTERS_OF_AN_SM
+    assert -(-usage[name]["REG"] // REGISTER_UNIT) * REGISTER_UNIT * facts[name]["threads"] <= REGISTERS_OF_AN_SM
+
+
+# --- another assembler ------------------------------------------------------------------------------------------------
+
+
+def assemble(name, folder, arch):
+    """What ptxas of the CUDA toolkit, another release than the DSL's, says while it assembles a kernel's PTX."""
+    command = [
+        tool("ptxas"),
+        "--verbose",
+        f"--gpu-name={arch}",
+        AOT / f"{name}.ptx",
+        f"--output-file={folder / 'cubin'}",
+    ]
+    return subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@every_kernel
+def test_another_ptxas_assembles_it_alike(name, facts, usage, tmp_path):
+    """To as many registers, or nearly, and no spills. Nothing else is said: warnings, as of matrix instructions that are serialised, would be."""
+    done = assemble(name, tmp_path, facts[name]["target"])
+    assert done.returncode == 0, done.stdout
+    expected = r"""ptxas info\s+: 0 bytes gmem
+ptxas info\s+: Compiling entry function '\w+' for '\w+'
+ptxas info\s+: Function properties for \w+
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info\s+: Used (\d+) registers(?:, used \d+ barriers)?
+ptxas info\s+: Compile time = .*
+"""
+    said = re.fullmatch(expected, done.stdout)
+    assert said, done.stdout
+    assert abs(int(said[1]) - usage[name]["REG"]) <= REGISTER_UNIT
+    assert int(said[1]) * facts[name]["threads"] <= REGISTERS_OF_AN_SM
+
+
+@pytest.mark.parametrize("tile", config.TILES[100], ids=str)
+def test_family_target(tile, tmp_path):
+    """The PTX is good for both capabilities of the family, and for none outside."""
+    name = config.Variant(100, tile, "k", "dense", "bfloat16", "plain").name
+    accepted = {arch: assemble(name, tmp_path, arch).returncode == 0 for arch in ("sm_100a", "sm_103a", "sm_120a")}
+    assert accepted == {"sm_100a": True, "sm_103a": True, "sm_120a": False}
 
 
 # --- the instructions meant -------------------------------------------------------------------------------------------
@@ -311,7 +353,7 @@ def test_registers_move_to_the_math_warps_on_sm90(name, usage):
 
 
 @forward
-def test_tensor_memory(name):
+def test_tensor_memory(name, sass):
     """Allocated once, by as many CTAs as share instructions, and freed; read to the end before it is handed back."""
     variant = KERNELS[name].variant
     text = ptx(name)
@@ -342,8 +384,85 @@ def test_tensor_memory(name):
     ]
     assert events[loads - 2 :][: len(wanted)] == wanted
     assert events.count("tcgen05.ld") == stores(variant)
+    assert opcodes(sass[name], "LDTM") == [f"LDTM.x{slab_columns(dtype)}" for dtype in outputs(variant)]
     # Of the math warp after it acquires an accumulator, of an epilogue warp after its wait and before its release.
     assert re.findall(r"tcgen05\.fence::(\w+)_thread_sync", text) == ["after", "after", "before"]
+
+
+STORE = r"cp\.async\.bulk\.tensor\.\dd\.global"
+# On every path from the first to one of the last there has to be the second.
+ORDERS = {
+    "barriers are visible to all before they are used": (
+        r"mbarrier\.init",
+        r"fence\.mbarrier_init\.release\.cluster",
+        r"mbarrier\.(?!init)|bar\.sync|barrier|tcgen05|cp\.async|st\.async",
+    ),
+    "slabs are visible to the copy engine before it stores them": (
+        r"st\.shared|stmatrix",
+        r"fence\.proxy\.async\.shared",
+        STORE,
+    ),
+    "slabs are written by all warps before they are stored": (
+        r"fence\.proxy\.async",
+        r"bar\.sync|barrier\.sync",
+        STORE,
+    ),
+    # The values are in registers only after the wait, and the math warp overwrites an accumulator that it is told is free.
+    "accumulators are read before anybody is told": (
+        r"tcgen05\.ld\.",
+        r"tcgen05\.wait::ld\.",
+        r"mbarrier\.arrive|bar\.|barrier|st\.async|tcgen05\.(?:commit|dealloc)|ret|exit",
+    ),
+}
+
+
+def broken_orders(text):
+    """{order: the instructions that are reached too early}."""
+    flow, broken = Flow(text), {}
+    for order, (first, between, last) in ORDERS.items():
+        reached = set().union(*(flow.reached(start, between) for start in flow.find(first)))
+        early = {flow.instructions[at] for at in reached if re.match(last, flow.instructions[at])}
+        broken |= {order: early} if early else {}
+    return broken
+
+
+@forward
+def test_orders_on_every_path(name):
+    text, blackwell = ptx(name), KERNELS[name].arch == 100
+    firsts = [bool(re.search(rf"^\s+{first}", text, re.MULTILINE)) for first, _, _ in ORDERS.values()]
+    assert firsts == [True, True, True, blackwell]
+    assert broken_orders(text) == {}
+
+
+plain_kernels = pytest.mark.parametrize(
+    "variant",
+    [
+        config.Variant(arch, tile, "k", "dense", "bfloat16", "plain")
+        for arch in config.TILES
+        for tile in config.TILES[arch]
+    ],
+    ids=lambda variant: variant.name,
+)
+
+
+@plain_kernels
+@pytest.mark.parametrize("order", ORDERS)
+def test_broken_orders_are_found(order, variant):
+    """The instruction between left out, jumped around, and moved past the next that must not come before it."""
+    text = ptx(variant.name)
+    first, between, last = (
+        re.compile(rf"(?:^\t(?:@\S+ )?(?:{pattern}).*\n)+", re.MULTILINE) for pattern in ORDERS[order]
+    )
+    start = first.search(text)
+    if not start:
+        assert variant.arch != 100
+        return
+    there = between.search(text, start.end())
+    around = f"\t@%p1 bra $AROUND;\n{there[0]}$AROUND:\n"
+    after = last.search(text, there.end()).end()
+    head, tail = text[: there.start()], text[there.end() :]
+    for changed in (head + tail, head + around + tail, head + text[there.end() : after] + there[0] + text[after:]):
+        assert order in broken_orders(changed)
 
 
 @forward

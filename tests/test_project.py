@@ -20,6 +20,7 @@ TARGETS = {
     "mutants",
     "model-costs",
     "test-gpu",
+    "prove",
     "sanitize",
     "bench",
     "lint",
