@@ -218,7 +218,8 @@ struct Warp {
   // --- tcgen05 ---
   Agent tensor_load_agent = 0;  // of lane 0; the next lanes have the next
   Clock tensor_load_clock = 0, tensor_load_waited = 0;
-  std::array<Clock, kLanes> tensor_load_fenced{};  // up to here a lane passes on that its loads are over
+  std::array<Clock, kLanes>
+      tensor_load_fenced{};  // up to here a lane passes on that its loads are over
 
   int64_t max_registers;         // of a thread
   uint32_t register_claims = 0;  // setmaxnreg executed

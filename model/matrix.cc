@@ -109,7 +109,8 @@ void RowOf(const double* a, const int* exponents, const Columns& b, float* d, bo
 
 SharedMatrix WgmmaMatrix(uint64_t descriptor, bool mn_major) {
   SharedMatrix matrix = Common(descriptor, mn_major);
-  if (Field(descriptor, 46, 3) || Field(descriptor, 52, 10)) Raise("unknown", "a wgmma matrix descriptor with bits set that have no meaning");
+  if (Field(descriptor, 46, 3) || Field(descriptor, 52, 10))
+    Raise("unknown", "a wgmma matrix descriptor with bits set that have no meaning");
   const uint32_t mode = Field(descriptor, 62, 2);
   if (mode == 0) Raise("unknown", "a matrix without swizzle");
   matrix.swizzle = 4 - mode;  // 1: 128 bytes, 2: 64, 3: 32

@@ -303,7 +303,8 @@ INSTRUCTION(Load, "tcgen05.ld.sync.aligned.32x32b",
       w.cta.tensor_shadow.Read(cell, n, by);
       for (uint32_t i = 0; i < n; ++i) {
         if (!w.cta.tensor_written[cell + i]) {
-          Raise("uninitialized", "tcgen05.ld of lane ", first_lane + lane, ", column ", column + i, ", never written");
+          Raise("uninitialized", "tcgen05.ld of lane ", first_lane + lane, ", column ", column + i,
+                ", never written");
         }
       }
     }
