@@ -48,6 +48,8 @@ $(SETUP): pyproject.toml .ci/requirements.py
 	@$(RUN) -m pip install --quiet -r $(VENV)/requirements.txt
 	@$(RUN) -m pip install --quiet "$$($(RUN) .ci/requirements.py torch)" 2>/dev/null \
 	    || echo "no torch of a fitting build on this package index: its tests are skipped (install one into $(VENV) to run them)"
+	@$(RUN) -m pip install --quiet --no-deps $$($(RUN) .ci/requirements.py others) 2>/dev/null \
+	    || echo "no kernels of others that fit on this package index: the functional model is not tested with them"
 	@$(RUN) -c 'import os, sysconfig; open(sysconfig.get_path("purelib") + "/jax_grouped_gemm.pth", "w").write(os.getcwd())'
 	@touch $@
 endif

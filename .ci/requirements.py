@@ -2,6 +2,7 @@
 
 dev      what a working tree needs: run time (with JAX for the GPU that is there), build and development tools
 headers  the jaxlib whose FFI headers the library is built on; not installed, since the newest runs beside it
+others   kernels of others, which the functional model is tested with; to be installed without what they depend on
 torch    for the tests of torch tensors: a build without CUDA's libraries where there is no GPU, which not every index has
 """
 
@@ -26,16 +27,18 @@ def jax_for_this_machine():
     return [] if driver is None else ["jax[cuda13]" if driver >= 580 else "jax[cuda12]"]
 
 
-project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
-build = project["build-system"]["requires"]
+project_file = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+project = project_file["project"]
+build = project_file["build-system"]["requires"]
 oldest_jax = [line for line in build if line.startswith("jax")]
 wanted = {
     "dev": [line for line in build if line not in oldest_jax]
-    + project["project"]["dependencies"]
-    + project["project"]["optional-dependencies"]["dev"]
+    + project["dependencies"]
+    + project["optional-dependencies"]["dev"]
     + jax_for_this_machine(),
     # The first one, without its marker: the headers do not depend on the Python that fetches them.
     "headers": [oldest_jax[0].split(";")[0]],
+    "others": project_file["dependency-groups"]["others"],
     "torch": ["torch==2.13.0+cpu" if driver_version() is None else "torch"],
 }
 print("\n".join(wanted[sys.argv[1]]))

@@ -114,17 +114,24 @@ Address Decoder::AddressOf(const std::string& text) {
   return {SourceOf(inner.substr(0, sign)), offset};
 }
 
+std::vector<std::string> Decoder::ElementsOf(const std::string& text) const {
+  if (!code_.register_index.count(text + ".x")) return SplitList(Inside(text, '{', '}'));
+  std::vector<std::string> elements;
+  for (char c : {'x', 'y', 'z', 'w'}) {
+    if (code_.register_index.count(text + "." + c)) elements.push_back(text + "." + c);
+  }
+  return elements;
+}
+
 std::vector<Register> Decoder::Sources(size_t i) {
   std::vector<Register> registers;
-  for (const std::string& each : SplitList(Inside(Text(i), '{', '}')))
-    registers.push_back(SourceOf(each));
+  for (const std::string& each : ElementsOf(Text(i))) registers.push_back(SourceOf(each));
   return registers;
 }
 
 std::vector<Register> Decoder::Dests(size_t i) {
   std::vector<Register> registers;
-  for (const std::string& each : SplitList(Inside(Text(i), '{', '}')))
-    registers.push_back(DestOf(each));
+  for (const std::string& each : ElementsOf(Text(i))) registers.push_back(DestOf(each));
   return registers;
 }
 

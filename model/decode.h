@@ -36,7 +36,7 @@ class Decoder {
   Register Source(size_t i) { return SourceOf(Text(i)); }
   Register Dest(size_t i) { return DestOf(Text(i)); }
   Address At(size_t i) { return AddressOf(Text(i)); }
-  std::vector<Register> Sources(size_t i);  // {a, b, ...} or one
+  std::vector<Register> Sources(size_t i);  // {a, b, ...}, a vector register's elements, or one
   std::vector<Register> Dests(size_t i);
   std::pair<Register, Register> DestPair(size_t i);  // a|b; b is a sink where it is missing
   int64_t Immediate(size_t i) const;
@@ -54,6 +54,7 @@ class Decoder {
 
  private:
   Register ConstantOf(const Constant& constant);
+  std::vector<std::string> ElementsOf(const std::string& text) const;
 
   Code& code_;
   const Statement& statement_;

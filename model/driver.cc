@@ -52,6 +52,38 @@ Handle AsHandle(uint64_t id) {
 
 Registered* OfFunction(CUfunction function) { return reinterpret_cast<Registered*>(function); }
 
+// An image is a cubin, or a fat binary, whose first entry must be one: a header, the entry's
+// header, its data. Both headers say how long they are.
+const void* CubinOf(const void* image) {
+  constexpr uint32_t kFatBinary = 0xba55ed50;
+  const auto* bytes = static_cast<const uint8_t*>(image);
+  uint32_t magic, entry_header_bytes;
+  uint16_t header_bytes;
+  std::memcpy(&magic, bytes, sizeof(magic));
+  if (magic != kFatBinary) return image;
+  std::memcpy(&header_bytes, bytes + 6, sizeof(header_bytes));
+  std::memcpy(&entry_header_bytes, bytes + header_bytes + 4, sizeof(entry_header_bytes));
+  return bytes + header_bytes + entry_header_bytes;
+}
+
+// Modules are known by one of their kernels. A cubin has no length here: it is compared with those
+// that are known.
+Registered* WithCubin(const void* image) {
+  image = CubinOf(image);
+  for (auto& [name, kernel] : TheDevice().kernels) {
+    if (std::memcmp(image, kernel.cubin.data(), kernel.cubin.size()) == 0) return &kernel;
+  }
+  TheDevice().fault = "launch\nthe model was given no PTX for this cubin";
+  return nullptr;
+}
+
+Registered* InModule(const Registered& module, const std::string& symbol) {
+  for (auto& [name, kernel] : TheDevice().kernels) {
+    if (kernel.cubin == module.cubin && kernel.code->program.name == symbol) return &kernel;
+  }
+  return nullptr;
+}
+
 int Elements(CUtensorMapDataType type) {
   switch (type) {
     case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
@@ -65,14 +97,25 @@ int Elements(CUtensorMapDataType type) {
   }
 }
 
-// One attribute: the cluster's shape.
-bool ClusterOf(const CUlaunchConfig& config, uint32_t* cluster) {
+// False for an attribute that is not modelled. That a launch may start before the one ahead of it
+// is over means nothing here, where it never does.
+bool ClusterOf(const CUlaunchAttribute* attributes, unsigned count, uint32_t* cluster) {
   cluster[0] = cluster[1] = cluster[2] = 1;
-  for (unsigned i = 0; i < config.numAttrs; ++i) {
-    if (config.attrs[i].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) return false;
-    cluster[0] = config.attrs[i].value.clusterDim.x;
-    cluster[1] = config.attrs[i].value.clusterDim.y;
-    cluster[2] = config.attrs[i].value.clusterDim.z;
+  for (const CUlaunchAttribute* a = attributes; a != attributes + count; ++a) {
+    switch (a->id) {
+      case CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
+        cluster[0] = a->value.clusterDim.x;
+        cluster[1] = a->value.clusterDim.y;
+        cluster[2] = a->value.clusterDim.z;
+        break;
+      case CU_LAUNCH_ATTRIBUTE_COOPERATIVE:
+        if (a->value.cooperative) return false;
+        break;
+      case CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
+        break;
+      default:
+        return false;
+    }
   }
   return true;
 }
@@ -102,6 +145,17 @@ bool RunLaunch(Registered& kernel, const Launch& launch) {
     device.fault = std::string("launch\n") + kernel.name + ": " + error.what();
   }
   return false;
+}
+
+// parameters: the address of each.
+bool RunWith(Registered& kernel, Launch launch, void** parameters) {
+  const Program& program = kernel.code->program;
+  launch.parameters.assign(program.parameter_bytes, 0xcc);
+  for (size_t i = 0; i < program.parameters.size(); ++i) {
+    std::memcpy(&launch.parameters[program.parameters[i].offset], parameters[i],
+                program.parameters[i].size);
+  }
+  return RunLaunch(kernel, launch);
 }
 
 }  // namespace
@@ -181,25 +235,17 @@ EXPORT CUresult cuDeviceGetName(char* name, int length, CUdevice) {
   return CUDA_SUCCESS;
 }
 
-// A cubin has no length here: it is compared with those that are known.
 EXPORT CUresult cuModuleLoadData(CUmodule* module, const void* image) {
-  for (auto& [name, kernel] : TheDevice().kernels) {
-    if (std::memcmp(image, kernel.cubin.data(), kernel.cubin.size()) == 0) {
-      *module = reinterpret_cast<CUmodule>(&kernel);
-      return CUDA_SUCCESS;
-    }
-  }
-  TheDevice().fault = "the model was given no PTX for this cubin";
-  return CUDA_ERROR_INVALID_IMAGE;
+  *module = reinterpret_cast<CUmodule>(WithCubin(image));
+  return *module == nullptr ? CUDA_ERROR_INVALID_IMAGE : CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
 
 EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* symbol) {
-  Registered* kernel = reinterpret_cast<Registered*>(module);
-  if (kernel->code->program.name != symbol) return CUDA_ERROR_NOT_FOUND;
-  *function = reinterpret_cast<CUfunction>(kernel);
-  return CUDA_SUCCESS;
+  *function =
+      reinterpret_cast<CUfunction>(InModule(*reinterpret_cast<Registered*>(module), symbol));
+  return *function == nullptr ? CUDA_ERROR_NOT_FOUND : CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t* offset,
@@ -275,20 +321,15 @@ EXPORT CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t cou
 
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function,
                                  void** parameters, void** extra) {
-  Registered& kernel = *OfFunction(function);
   Launch launch{{config->gridDimX, config->gridDimY, config->gridDimZ},
                 {config->blockDimX, config->blockDimY, config->blockDimZ},
                 {},
                 config->sharedMemBytes,
                 {}};
-  if (extra != nullptr || !ClusterOf(*config, launch.cluster)) return CUDA_ERROR_INVALID_VALUE;
-  const Program& program = kernel.code->program;
-  launch.parameters.assign(program.parameter_bytes, 0xcc);
-  for (size_t i = 0; i < program.parameters.size(); ++i) {
-    std::memcpy(&launch.parameters[program.parameters[i].offset], parameters[i],
-                program.parameters[i].size);
-  }
-  return RunLaunch(kernel, launch) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_FAILED;
+  if (extra != nullptr || !ClusterOf(config->attrs, config->numAttrs, launch.cluster))
+    return CUDA_ERROR_INVALID_VALUE;
+  return RunWith(*OfFunction(function), launch, parameters) ? CUDA_SUCCESS
+                                                            : CUDA_ERROR_LAUNCH_FAILED;
 }
 
 EXPORT CUresult cuGetProcAddress_v2(const char* symbol, void** entry_point, int, cuuint64_t,
@@ -320,6 +361,63 @@ EXPORT CUresult cuGetProcAddress_v2(const char* symbol, void** entry_point, int,
   auto found = kEntryPoints.find(symbol);
   *entry_point = found == kEntryPoints.end() ? nullptr : found->second;
   return found == kEntryPoints.end() ? CUDA_ERROR_NOT_FOUND : CUDA_SUCCESS;
+}
+
+// --- the runtime, as the host code that the CuTe DSL generates imports it ---
+//
+// With an underscore before each name; results are the driver's.
+
+namespace {
+
+// Laid out as cudaLaunchConfig_t; its attributes are the driver's.
+struct RuntimeLaunch {
+  uint32_t grid[3], block[3];
+  size_t shared_bytes;
+  void* stream;
+  const CUlaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+
+}  // namespace
+
+EXPORT int _cudaGetDevice(int* device) { return *device = 0; }
+
+// Asked for the dynamic shared memory that a CTA can be given.
+EXPORT int _cudaDeviceGetAttribute(int* value, int which, int) {
+  constexpr int kMaxSharedMemoryPerBlockOptin = 97;
+  *value = kSharedBytes - kSharedBase;
+  return which == kMaxSharedMemoryPerBlockOptin ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+// Asked for the static shared memory of a kernel: there is none in what the DSL compiles.
+EXPORT int _cuKernelGetAttribute(int* value, int which, const void*, int) {
+  *value = 0;
+  return which == CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+EXPORT int _cudaFuncSetAttribute(const void*, int, int) { return CUDA_SUCCESS; }
+EXPORT int _cudaKernelSetAttributeForDevice(const void*, int, int, int) { return CUDA_SUCCESS; }
+
+EXPORT int _cudaLibraryLoadData(void** library, const void* image, ...) {
+  *library = WithCubin(image);
+  return *library == nullptr ? CUDA_ERROR_INVALID_IMAGE : CUDA_SUCCESS;
+}
+
+EXPORT int _cudaLibraryGetKernel(void** kernel, void* library, const char* symbol) {
+  *kernel = InModule(*static_cast<Registered*>(library), symbol);
+  return *kernel == nullptr ? CUDA_ERROR_NOT_FOUND : CUDA_SUCCESS;
+}
+
+EXPORT int _cudaLaunchKernelEx(const RuntimeLaunch* config, void* kernel, void** parameters) {
+  Launch launch{{config->grid[0], config->grid[1], config->grid[2]},
+                {config->block[0], config->block[1], config->block[2]},
+                {},
+                static_cast<uint32_t>(config->shared_bytes),
+                {}};
+  if (!ClusterOf(config->attributes, config->attribute_count, launch.cluster))
+    return CUDA_ERROR_INVALID_VALUE;
+  return RunWith(*static_cast<Registered*>(kernel), launch, parameters) ? CUDA_SUCCESS
+                                                                        : CUDA_ERROR_LAUNCH_FAILED;
 }
 
 // --- the harness ---

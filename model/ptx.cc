@@ -145,7 +145,8 @@ class Parser {
     }
     for (size_t at = text_.find(".reg", begin); at < end; at = text_.find(".reg", at + 1)) {
       const std::string declaration = Squeeze(text_.substr(at, text_.find(';', at) - at));
-      const size_t list = declaration.find(' ', 5);
+      const bool vector = declaration.rfind(".reg .v", 0) == 0;
+      const size_t list = declaration.find(' ', vector ? 9 : 5);
       for (const std::string& each : Split(declaration.substr(list), ',')) names.insert(each);
     }
     return names;
@@ -180,9 +181,17 @@ class Parser {
   void Declare(const std::string& statement) {
     if (statement.rfind(".reg", 0) != 0) return;
     const std::vector<std::string> words = Split(statement, ' ');
-    const int bits = BitsOf(words.at(1).substr(1));
-    const std::string list = statement.substr(statement.find(words[1]) + words[1].size());
+    const bool vector = words.at(1).rfind(".v", 0) == 0;
+    const std::string& type = words.at(vector ? 2 : 1);
+    const int bits = BitsOf(type.substr(1));
+    const std::string list = statement.substr(statement.find(type) + type.size());
     for (const std::string& each : Split(list, ',')) {
+      if (vector) {  // PTX ISA 5.4.2: its elements have names of their own
+        const size_t elements = std::stoul(words[1].substr(2));
+        for (size_t i = 0; i < elements; ++i)
+          program_.register_bits[Renamed(each) + "." + "xyzw"[i]] = bits;
+        continue;
+      }
       const size_t count = each.find('<');
       if (count == std::string::npos) {
         program_.register_bits[Renamed(each)] = bits;

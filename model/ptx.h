@@ -31,10 +31,10 @@ struct Program {
   int arch = 0;  // 90, 100
   std::vector<Parameter> parameters;
   uint32_t parameter_bytes = 0;
-  uint32_t threads = 0;       // .reqntid
-  std::string shared_symbol;  // of the dynamic shared memory
-  std::map<std::string, int> register_bits;
-  std::map<std::string, uint32_t> labels;  // -> index of the statement that follows
+  uint32_t threads = 0;                      // .reqntid
+  std::string shared_symbol;                 // of the dynamic shared memory
+  std::map<std::string, int> register_bits;  // of a vector v: "v.x", "v.y", ...
+  std::map<std::string, uint32_t> labels;    // -> index of the statement that follows
   std::vector<Statement> statements;
 };
 

@@ -10,8 +10,11 @@ namespace model {
 // 12 extents - 1; bytes 55 to 59 box - 1.
 namespace {
 constexpr int kRankBit = 4, kTypeBit = 7, kSwizzleBit = 13, kPromotionBit = 17;
+// The CuTe DSL's host code encodes maps itself, and sets bit 1 always, bit 21 where a tensor has
+// 128 KiB or more. Its maps mean the same as the driver's without.
+constexpr uint32_t kFlagsOfTheDsl = 1u << 1 | 1u << 21;
 constexpr uint32_t kKnownFlags =
-    7u << kRankBit | 15u << kTypeBit | 3u << kSwizzleBit | 3u << kPromotionBit;
+    7u << kRankBit | 15u << kTypeBit | 3u << kSwizzleBit | 3u << kPromotionBit | kFlagsOfTheDsl;
 constexpr int kBoxByte = 55;
 }  // namespace
 

@@ -118,10 +118,7 @@ def folder(tmp_path_factory):
     def compile_kernels(arch):
         names = [variant.name for variant in VARIANTS if variant.arch == arch]
         names += [config.prologue_name(arch, source) for source in ("memory", "value")]
-        run(sys.executable, HERE / "compile_kernels.py", arch, folder, *names)
-        for name in names:
-            # Without what it imports of CUDA: the stand-in is there when it is loaded.
-            run("cc", "-shared", "-o", folder / f"{name}.so", folder / f"{name}.o")
+        run(sys.executable, "-m", "tests.host_code.compile_kernels", arch, folder, *names)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(compile_kernels, config.TILES))

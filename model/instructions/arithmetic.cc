@@ -78,9 +78,22 @@ Execute Multiply(Decoder& d, F with_type) {
   return WithInteger(d, d.Next(), [&](auto type) { return with_type(half, type); });
 }
 
+INSTRUCTION(AddF32, "add.f32", "9.7.3.3 add") {
+  return Lanewise<float>(d.Dest(0), d.Source(1), d.Source(2),
+                         [](float a, float b) { return Canonical(a + b); });
+}
+
 INSTRUCTION(MulF32, "mul.f32", "9.7.3.5 mul") {
   return Lanewise<float>(d.Dest(0), d.Source(1), d.Source(2),
                          [](float a, float b) { return Canonical(a * b); });
+}
+
+// Both halves of a 64-bit register.
+INSTRUCTION(MulF32x2, "mul.rn.f32x2", "9.7.3.5 mul") {
+  return Lanewise<uint64_t>(d.Dest(0), d.Source(1), d.Source(2), [](uint64_t a, uint64_t b) {
+    const float low = As<float>(a) * As<float>(b), high = As<float>(a >> 32) * As<float>(b >> 32);
+    return Bits(Canonical(low)) | Bits(Canonical(high)) << 32;
+  });
 }
 
 INSTRUCTION(Mul, "mul", "9.7.1.3 mul") {
@@ -269,6 +282,9 @@ INSTRUCTION(Cvt, "cvt", "9.7.9.21 cvt") {
 // Parameters and global memory have the generic address that they have anyway; shared memory has a
 // window.
 INSTRUCTION(CvtaParam, "cvta.param.u64", "9.7.9.20 cvta") {
+  return Lanewise<uint64_t>(d.Dest(0), d.Source(1), [](uint64_t a) { return a; });
+}
+INSTRUCTION(CvtaGlobal, "cvta.global.u64", "9.7.9.20 cvta") {
   return Lanewise<uint64_t>(d.Dest(0), d.Source(1), [](uint64_t a) { return a; });
 }
 INSTRUCTION(CvtaShared, "cvta.shared.u64", "9.7.9.20 cvta") {

@@ -15,6 +15,18 @@ INSTRUCTION(Bra, "bra", "9.7.12.2 bra") {
 INSTRUCTION(Ret, "ret", "9.7.12.6 ret: of a kernel, its end") {
   return [](Warp&, Mask) { return Outcome::kExited; };
 }
+INSTRUCTION(Exit, "exit", "9.7.12.7 exit") {
+  return [](Warp&, Mask) { return Outcome::kExited; };
+}
+
+// Launches do not overlap here: what a grid depends on is over, and all that it wrote visible,
+// before it starts.
+INSTRUCTION(GridDependencyWait, "griddepcontrol.wait", "9.7.13.13 griddepcontrol") {
+  return [](Warp&, Mask) { return Outcome::kNext; };
+}
+INSTRUCTION(GridDependencyLaunch, "griddepcontrol.launch_dependents", "9.7.13.13 griddepcontrol") {
+  return [](Warp&, Mask) { return Outcome::kNext; };
+}
 
 // A collective of a warp: its body runs when all threads that the mask names are here. Only whole
 // warps are modelled.
@@ -99,26 +111,29 @@ INSTRUCTION(Elect, "elect.sync", "9.7.13.14 elect.sync") {
   });
 }
 
-INSTRUCTION(BarSync, "bar.sync", "9.7.13.1 bar, barrier") {
+// A warp arrives with all its threads; one that waits goes on when all have come that are expected.
+// An arrival synchronizes with the waits that it completes (8.9.4).
+Execute AtNamedBarrier(Decoder& d, bool waits) {
+  const char* const what = waits ? "bar.sync" : "bar.arrive";
   const Register id = d.Source(0);
   const bool counted = d.Count() > 1;
+  if (!waits && !counted) d.Unknown("bar.arrive without a thread count");
   const Register count = counted ? d.Source(1) : 0;
   return [=](Warp& w, Mask m) -> Outcome {
     if (!w.Converged(m)) return w.Block("the other lanes of its warp");
-    const uint32_t number = w.Uniform(id, m, "the barrier of bar.sync");
-    const uint32_t threads =
-        counted ? static_cast<uint32_t>(w.Uniform(count, m, "the thread count of bar.sync"))
-                : static_cast<uint32_t>(w.cta.warps.size() * kLanes);
+    const uint32_t number = w.Uniform(id, m, "a named barrier");
+    const uint32_t threads = counted ? static_cast<uint32_t>(w.Uniform(count, m, "a thread count"))
+                                     : static_cast<uint32_t>(w.cta.warps.size() * kLanes);
     NamedBarrier& barrier = w.cta.named_barriers[number];
     if (!w.current->arrived) {
       if (number > 15) Raise("barrier", "named barrier ", number, " of 16");
       if (threads == 0 || threads % kLanes != 0)
-        Raise("barrier", "bar.sync of ", threads, " threads");
+        Raise("barrier", what, " of ", threads, " threads");
       if (barrier.arrived == 0) {
         barrier.expected = threads;
         barrier.arriving = w.cta.cluster.NewKnowledge();
       } else if (barrier.expected != threads) {
-        Raise("barrier", "bar.sync ", number, " with ", threads, " threads, where others wait for ",
+        Raise("barrier", what, " ", number, " with ", threads, " threads, where others wait for ",
               barrier.expected);
       }
       w.Release(m, barrier.arriving);
@@ -126,7 +141,7 @@ INSTRUCTION(BarSync, "bar.sync", "9.7.13.1 bar, barrier") {
       w.current->arrived = true;
       w.current->ticket = barrier.generation;
       if (barrier.arrived > barrier.expected)
-        Raise("barrier", "bar.sync ", number, ": more warps than it waits for");
+        Raise("barrier", what, " ", number, ": more warps than it waits for");
       if (barrier.arrived == barrier.expected) {
         ++barrier.generation;
         barrier.arrived = 0;
@@ -134,6 +149,7 @@ INSTRUCTION(BarSync, "bar.sync", "9.7.13.1 bar, barrier") {
         ++w.machine.progress;
       }
     }
+    if (!waits) return Outcome::kNext;
     if (barrier.generation == w.current->ticket) {
       return w.Block("bar.sync ", number, ", where ", barrier.arrived, " of ", barrier.expected,
                      " threads are");
@@ -143,6 +159,8 @@ INSTRUCTION(BarSync, "bar.sync", "9.7.13.1 bar, barrier") {
     return Outcome::kNext;
   };
 }
+INSTRUCTION(BarSync, "bar.sync", "9.7.13.1 bar, barrier") { return AtNamedBarrier(d, true); }
+INSTRUCTION(BarArrive, "bar.arrive", "9.7.13.1 bar, barrier") { return AtNamedBarrier(d, false); }
 
 INSTRUCTION(ClusterArrive, "barrier.cluster.arrive", "9.7.13.3 barrier.cluster") {
   const bool relaxed = d.Take("relaxed");

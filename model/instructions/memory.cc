@@ -189,13 +189,18 @@ INSTRUCTION(Stmatrix, "stmatrix.sync.aligned.m8n8.x4.shared.b16", "9.7.14.5.16 s
 // CTA.
 INSTRUCTION(StAsync, "st.async", "9.7.9.12 st.async") {
   d.Take("weak");
-  if (!d.Take("shared::cluster") || !d.Take("mbarrier::complete_tx::bytes") || !d.Take("b32"))
+  if (!d.Take("shared::cluster") || !d.Take("mbarrier::complete_tx::bytes"))
     d.Unknown("st.async of this form");
+  const Vector v = VectorOf(d);
+  if (v.bytes < 4) d.Unknown("st.async of this type");
   const Address at = d.At(0), barrier = d.At(2);
-  const Register from = d.Source(1);
+  const std::vector<Register> from = d.Sources(1);
+  if (from.size() != v.elements) d.Unknown("a vector of this size");
   return [=](Warp& w, Mask m) {
-    const uint64_t *to = w.Read(at.base, m), *value = w.Read(from, m),
-                   *where = w.Read(barrier.base, m);
+    const uint64_t *to = w.Read(at.base, m), *where = w.Read(barrier.base, m);
+    std::array<const uint64_t*, 4> values{};
+    for (uint32_t i = 0; i < v.elements; ++i) values[i] = w.Read(from[i], m);
+    const uint32_t bytes = v.elements * v.bytes;
     Cluster& cluster = w.cta.cluster;
     if (cluster.ctas.size() == 1) Raise("unknown", "st.async outside a cluster of several CTAs");
     ForLanes(m, [&](uint32_t lane) {
@@ -205,18 +210,20 @@ INSTRUCTION(StAsync, "st.async", "9.7.9.12 st.async") {
       if (&cta != &of_barrier)
         Raise("barrier", "st.async to CTA ", cta.rank, " with an mbarrier of CTA ",
               of_barrier.rank);
-      cta.CheckShared(offset, 4, 4, "st.async");
+      cta.CheckShared(offset, bytes, bytes, "st.async");
+      std::array<uint8_t, 32> data{};
+      for (uint32_t i = 0; i < v.elements; ++i)
+        std::memcpy(&data[i * v.bytes], &values[i][lane], v.bytes);
       CheckInitKnown(w, lane, cta, barrier_offset, "st.async");
       const Event event = cluster.Start();
       const Actor actor{event, w.Now(lane), nullptr};
       cluster.Touch(cta, event);
       cluster.Post(Operation::kRemoteStore, kUnordered, Text("st.async to CTA ", cta.rank),
-                   [=, &cluster, &cta, knowledge = w.KnowledgeOf(lane),
-                    bits = static_cast<uint32_t>(value[lane])] {
+                   [=, &cluster, &cta, knowledge = w.KnowledgeOf(lane)] {
                      Actor by = actor;
                      by.knowledge = knowledge.get();
-                     cta.WriteShared(offset, 4, &bits, by);
-                     cluster.CompleteTx(cta, barrier_offset, 4, event);
+                     cta.WriteShared(offset, bytes, data.data(), by);
+                     cluster.CompleteTx(cta, barrier_offset, bytes, event);
                    });
     });
     w.Tick();

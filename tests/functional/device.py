@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import re
 
 import ml_dtypes
 import numpy as np
@@ -106,6 +107,13 @@ def register_program(name, text, cubin=b"none"):
         raise Fault("unknown", error.decode())
 
 
+def register_module(name, text, cubin):
+    """The kernels of a module, each by itself."""
+    head, *kernels = re.split(r"^(?=\.visible \.entry)", text, flags=re.MULTILINE)
+    for i, kernel in enumerate(kernels):
+        register_program(f"{name}, kernel {i}", head + kernel, cubin)
+
+
 def schedule(policy, seed):
     error = _model().model_schedule(policy.encode(), seed, MAX_STATEMENTS)
     assert error is None, error
@@ -118,6 +126,16 @@ def launch(name, grid, block, cluster, shared, parameters):
     if fault is not None:
         _model().model_fault()
         raise Fault(*fault.decode().split("\n", 1))
+
+
+def check_launches():
+    """
+    Raises:
+      Fault: of a launch since the last call.
+    """
+    fault = _model().model_fault().decode()
+    if fault:
+        raise Fault(*fault.split("\n", 1))
 
 
 def coverage(name):
@@ -228,9 +246,7 @@ def forward(variant, case, *, dynamic=False, clusters=2, policy="random", seed=0
             c_dtype = np.dtype(getattr(ml_dtypes, case.c_dtype, case.c_dtype))
             call.c_dtype, call.c = case.c_dtype.encode(), memory.new("c", m * n * c_dtype.itemsize)
         error = _library().jgg_forward(ctypes.byref(call))
-        fault = model.model_fault().decode()
-        if fault:
-            raise Fault(*fault.split("\n", 1))
+        check_launches()
         if error is not None:
             raise RuntimeError(error.decode())
         d = memory.get(call.d, (m, n), d_dtype)

@@ -271,7 +271,7 @@ def test_wgmma(run, rng, n, b_mn):
 
 @BOTH
 def test_float_arithmetic(run, rng):
-    """mul, fma and conversions of numbers of all sizes, infinities, NaNs and subnormals."""
+    """mul, fma, add and conversions of numbers of all sizes, infinities, NaNs and subnormals."""
     special = np.array([0, -0.0, 1e-40, -1e-45, 1, np.inf, -np.inf, np.nan, 3.4e38, 65519, 65520, 2.0**-25], np.float32)
     values = np.concatenate([special, (rng.standard_normal(20) * 10.0 ** rng.integers(-30, 30, 20)).astype(np.float32)])
     others = rng.permutation(values)
@@ -279,10 +279,10 @@ def test_float_arithmetic(run, rng):
         ld.param.b64 %d11, [a]; add.s64 %d11, %d11, %d10; ld.global.b32 %r1, [%d11];
         ld.param.b64 %d11, [b]; add.s64 %d11, %d11, %d10; ld.global.b32 %r2, [%d11];
         mul.f32 %r3, %r1, %r2; fma.rn.f32 %r4, %r1, %r2, %r1; cvt.rn.bf16x2.f32 %r5, %r1, %r2; cvt.rn.f16x2.f32 %r6, %r1, %r2;
-        cvt.u16.u32 %h1, %r6; cvt.f32.f16 %r7, %h1;"""
-    for register in ("%r3", "%r4", "%r5", "%r6", "%r7"):
+        cvt.u16.u32 %h1, %r6; cvt.f32.f16 %r7, %h1; add.f32 %r8, %r1, %r2;"""
+    for register in ("%r3", "%r4", "%r5", "%r6", "%r7", "%r8"):
         body += store_lanes(register) + "add.s64 %d0, %d0, 128;"
-    got = run(program(body, ("out", "a", "b")), np.zeros((5, 32), np.uint32), inputs=(values, others))
+    got = run(program(body, ("out", "a", "b")), np.zeros((6, 32), np.uint32), inputs=(values, others))
     import ml_dtypes
 
     def bits(x):
@@ -300,6 +300,7 @@ def test_float_arithmetic(run, rng):
         np.testing.assert_array_equal(got[2], bits(bf16[0]) << 16 | bits(bf16[1]))
         np.testing.assert_array_equal(got[3], bits(f16[0]) << 16 | bits(f16[1]))
         np.testing.assert_array_equal(got[4], bits(f16[1].astype(np.float32)))
+        np.testing.assert_array_equal(got[5], bits(values + others))
 
 
 @BOTH
@@ -335,17 +336,45 @@ def test_barrier_phases(run):
 
 
 @BOTH
-def test_remote_store_and_arrival(run):
-    """Each CTA stores its rank + 40 into the other's memory, to be counted at the other's barrier."""
+def test_some_threads_exit(run):
+    """The others go on without them."""
+    body = "setp.gt.s32 %p1, %r0, 9; @%p1 exit; griddepcontrol.wait; griddepcontrol.launch_dependents;" + store_lanes(
+        "%r0"
+    )
+    got = run(program(body), np.zeros(10, np.uint32))
+    np.testing.assert_array_equal(got, np.arange(10))
+
+
+@BOTH
+def test_one_warp_arrives_and_another_waits(run):
+    """At a named barrier, with what the first wrote; `out` through its generic address."""
+    body = """mov.b32 %r9, smem; shl.b32 %r8, %r0, 2; add.s32 %r8, %r8, %r9; add.s32 %r1, %r0, 7;
+        setp.lt.s32 %p1, %r0, 32; @%p1 bra GIVE; bar.sync 3, 64; ld.shared.b32 %r2, [%r8+-128]; sub.s32 %r0, %r0, 32;
+        cvta.global.u64 %d0, %d0;""" + store_lanes("%r2")
+    got = run(program(body + "ret; GIVE: st.shared.b32 [%r8], %r1; bar.arrive 3, 64;", threads=64),
+        np.zeros(32, np.uint32), threads=64, shared=128)  # fmt: skip
+    np.testing.assert_array_equal(got, np.arange(32) + 7)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("source", "nbytes"), [("b32 [%r33], %r32", 4), ("v4.s32 [%r33], v", 16), ("v2.b64 [%r33], {%d20, %d21}", 16)]
+)
+def test_remote_store_and_arrival(run, source, nbytes):
+    """Each CTA stores its rank + 40, and what follows it, into the other's memory, to be counted at the other's barrier."""
     body = (
         fill(ONE_BARRIER, 1).replace("bar.sync 0;", "barrier.cluster.arrive.relaxed; barrier.cluster.wait;")
         + """mov.u32 %r30, %cluster_ctarank; xor.b32 %r31, %r30, 1; add.s32 %r32, %r30, 40;
         mapa.shared::cluster.u32 %r33, %r10, %r31; mapa.shared::cluster.u32 %r34, %r9, %r31;
-        @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r9], 4;
-        @%p1 st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r33], %r32, [%r34];"""
+        .reg .v4 .s32 v; mov.s32 v.x, %r32; add.s32 v.y, v.x, 1; add.s32 v.z, v.x, 2; add.s32 v.w, v.x, 3;
+        mov.b64 %d20, {v.x, v.y}; mov.b64 %d21, {v.z, v.w};"""
+        + fill("@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r9], {};", nbytes)
+        + fill("@%p1 st.async.shared::cluster.mbarrier::complete_tx::bytes.{}, [%r34];", source)
         + wait("%r9", 0)
-        + "mul.wide.u32 %d8, %r30, 4; add.s64 %d0, %d0, %d8;"
-        + "ld.shared.b32 %r20, [%r10]; @%p1 st.global.b32 [%d0], %r20; barrier.cluster.arrive; barrier.cluster.wait;"
+        + fill("mul.wide.u32 %d8, %r30, {}; add.s64 %d0, %d0, %d8;", nbytes)
+        + "".join(f"ld.shared.b32 %r20, [%r10+{i}]; @%p1 st.global.b32 [%d0+{i}], %r20;" for i in range(0, nbytes, 4))
+        + "barrier.cluster.arrive; barrier.cluster.wait;"
     )
-    got = run(program(body), np.zeros(2, np.uint32), shared=2048, ctas=2, cluster=2)
-    np.testing.assert_array_equal(got, [41, 40])
+    words = nbytes // 4
+    got = run(program(body), np.zeros((2, words), np.uint32), shared=2048, ctas=2, cluster=2)
+    np.testing.assert_array_equal(got, [np.arange(41, 41 + words), np.arange(40, 40 + words)])

@@ -93,6 +93,21 @@ def test_float_conversions(rng):
         np.testing.assert_array_equal(got & 0xFFFF, np.full(32, 1, dtype).view(np.uint16))
 
 
+def test_pairs_of_floats(rng):
+    """Each half by itself, also where one is a NaN or overflows."""
+    a, b = np.array([[3e38, np.nan], [1.5, -0.0]], np.float32), np.array([[2, 1], [1 / 3, 5]], np.float32)
+    text = program(
+        "and.b32 %r1, %r0, 1; mul.wide.u32 %d10, %r1, 8; ld.param.b64 %d11, [a]; add.s64 %d11, %d11, %d10; ld.global.b64 %d1, [%d11];"
+        "ld.param.b64 %d11, [b]; add.s64 %d11, %d11, %d10; ld.global.b64 %d2, [%d11]; mul.rn.f32x2 %d3, %d1, %d2;"
+        + store_lanes("%d3", 64),
+        ("out", "a", "b"), target="sm_100a",
+    )  # fmt: skip
+    got = run(text, np.zeros(32, np.uint64), inputs=(a, b)).view(np.float32).reshape(16, 2, 2)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(got, np.broadcast_to(a * b, got.shape))
+    assert np.signbit(got[0, 1, 1])
+
+
 def test_divergence_and_meeting_again():
     text = program(
         "and.b32 %r1, %r0, 3; setp.eq.b32 %p1, %r1, 1; @%p1 bra ONE; mov.b32 %r2, 5; bra END; ONE: mov.b32 %r2, 9; END: "
@@ -204,6 +219,28 @@ def test_named_barriers():
     assert fault(program(fill(other_warp, "bar.sync 16, 64;"), threads=64), out, **options) == "barrier"
     unequal = "setp.lt.s32 %p1, %r0, 32; selp.b32 %r3, 64, 96, %p1; bar.sync 1, %r3;"
     assert fault(program(unequal, threads=64), out, **options) == "barrier"
+
+
+def test_arrivals_at_a_named_barrier():
+    """bar.arrive passes on what the warp did, and learns nothing: the consumer's answer needs another barrier."""
+    out = np.zeros(32, np.uint32)
+    options = {"threads": 64, "shared": 256}
+    body = AT + "setp.lt.s32 %p1, %r0, 32; @%p1 bra GIVE; {} ld.shared.b32 %r2, [%r8+-128]; sub.s32 %r0, %r0, 32;"
+    body += store_lanes("%r2") + "{} ret; GIVE: st.shared.b32 [%r8], %r0; {}"
+    arrive, sync, answer = "bar.arrive 3, 64;", "bar.sync 3, 64;", "bar.sync 4, 64;"
+    again = "st.shared.b32 [%r8], %r0;"
+    good = program(fill(body, sync, "bar.arrive 4, 64;", arrive + answer + again), threads=64)
+    for policy in POLICIES:
+        np.testing.assert_array_equal(run(good, out, policy=policy, **options), np.arange(32))
+
+    def kind(*parts):
+        return fault(program(fill(body, *parts), threads=64), out, **options)
+
+    assert kind(sync, "", arrive + again) == "race"  # reads and writes in no order
+    assert kind(arrive, "", arrive) in UNORDERED  # both arrive, nobody waits
+    assert kind(sync, "", "bar.arrive 3, 96;") == "barrier"
+    assert kind("bar.sync 3, 96;", "", "bar.arrive 3, 96;") == "deadlock"
+    assert kind(sync, "", "bar.arrive 3;") == "unknown"  # how many wait is for it to say
 
 
 def test_deadlock_says_who_waits_for_what():
@@ -341,6 +378,14 @@ def test_st_async_completes_at_the_peers_barrier():
         np.testing.assert_array_equal(run(good, OUT2, policy=policy, **CLUSTER), 1)
     assert fault(program(fill(body, 8, wait("%r9", 0))), OUT2, **CLUSTER) == "deadlock"
     assert fault(program(fill(body, 4, "")), OUT2, **CLUSTER) in UNORDERED
+    # All bytes of a vector count, which is aligned to its size.
+    vector = body.replace("bytes.b32 [%r23], %r20", "bytes.v2.b32 [%r23], {%r20, %r20}")
+    assert fault(program(fill(vector, 8, wait("%r9", 0))), OUT2, **CLUSTER) is None
+    assert fault(program(fill(vector, 4, wait("%r9", 0))), OUT2, **CLUSTER) == "deadlock"
+    assert (
+        fault(program(fill(vector.replace("%r22, 16;", "%r22, 20;"), 8, wait("%r9", 0))), OUT2, **CLUSTER)
+        == "alignment"
+    )
 
 
 def test_registers_move_between_warpgroups():

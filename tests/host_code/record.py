@@ -8,7 +8,9 @@ import ctypes
 import json
 import pathlib
 import sys
-from ctypes import POINTER, addressof, c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint32, c_uint64
+
+from tests.host_code.host_code import HostCode
 
 FOLDER, BUILD = map(pathlib.Path, sys.argv[1:3])
 
@@ -49,28 +51,6 @@ class StandIn:
         return tuple([line for line in lines if key in line] for key in ("grid", "dims", "memset"))
 
 
-class HostCode:
-    """The DSL's host code of one kernel. Its functions take an array of the addresses of their arguments and of their result."""
-
-    def __init__(self, name):
-        self.library = ctypes.CDLL(str(FOLDER / f"{name}.so"))
-        self.entry = (FOLDER / f"{name}.entry").read_text()
-        module = c_void_p()
-        self.module = ctypes.pointer(ctypes.pointer(module)), module
-        self.call("_mlir_host_cuda_init", self.module[0])
-        self.call("_mlir_host_cuda_load_to_device", self.module[0], c_int32(0))
-
-    def call(self, function, *arguments):
-        status = c_int32(-1)
-        addresses = [addressof(argument) for argument in (*arguments, status)]
-        getattr(self.library, function)((c_void_p * len(addresses))(*addresses))
-        if status.value != 0:
-            raise RuntimeError(f"{function}: status {status.value}")
-
-    def launch(self, *arguments):
-        self.call(self.entry, *arguments)
-
-
 class Recorder:
     def __init__(self):
         self.stand_in = StandIn()
@@ -94,7 +74,7 @@ class Recorder:
 
     def launch_theirs(self, name, arguments):
         if name not in self.host_code:
-            self.host_code[name] = HostCode(name)
+            self.host_code[name] = HostCode(FOLDER, name)
         self.host_code[name].launch(*arguments)
 
     def record(self, call):
