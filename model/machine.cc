@@ -421,8 +421,10 @@ void Cluster::Touch(Cta& cta, Event by) {
 void Cluster::Post(Operation::Queue queue, uint32_t lane, std::string what,
                    std::function<void()> effect) {
   // Slots are used in turn: one must be free again before its turn comes.
-  if (machine.operations.size() > slots_.size() / 2)
-    Raise("limit", machine.operations.size(), " operations under way at once");
+  const size_t under_way =
+      std::count_if(machine.operations.begin(), machine.operations.end(),
+                    [](const Operation& each) { return each.lane == kUnordered; });
+  if (under_way > slots_.size() / 2) Raise("limit", under_way, " copies under way at once");
   machine.operations.push_back({queue, lane, std::move(effect), std::move(what)});
 }
 
