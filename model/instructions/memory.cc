@@ -23,7 +23,8 @@ struct Vector {
 Vector VectorOf(Decoder& d) {
   Vector v{1, 0, d.Next()};
   if (v.type[0] == 'v') {
-    v.elements = std::stoul(v.type.substr(1));
+    if (v.type != "v2" && v.type != "v4" && v.type != "v8") d.Unknown("a vector ." + v.type);
+    v.elements = v.type[1] - '0';
     v.type = d.Next();
   }
   v.bytes = BytesOf(d, v.type);
@@ -217,7 +218,8 @@ INSTRUCTION(StAsync, "st.async", "9.7.9.12 st.async") {
                      by.knowledge = knowledge.get();
                      cta.WriteShared(offset, 4, &bits, by);
                      cluster.CompleteTx(cta, barrier_offset, 4, event);
-                   });
+                   },
+                   {event.agent});
     });
     w.Tick();
     return Outcome::kNext;
