@@ -7,7 +7,9 @@ namespace model {
 namespace {
 
 INSTRUCTION(Bra, "bra", "9.7.12.2 bra") {
-  d.Take("uni");  // a promise of the compiler's that the lanes agree; nothing depends on it
+  // A promise of the compiler's that the lanes agree. It does not hold in the kernels' wait loops,
+  // where lanes that ask an mbarrier at different times may get different answers.
+  d.Take("uni");
   const uint32_t target = d.Target(0);
   return [=](Warp& w, Mask m) { return w.Branch(m, target); };
 }

@@ -39,7 +39,11 @@ TensorMap MapAt(Warp& w, uint32_t lane, uint64_t address, Event reader) {
   uint8_t bytes[kMapBytes];
   const SharedKnowledge knowledge = w.KnowledgeOf(lane);
   allocation.Read(address, kMapBytes, bytes, {reader, w.Now(lane), knowledge.get()});
-  return DecodeTensorMap(bytes);
+  const TensorMap map = DecodeTensorMap(bytes);
+  // As cuTensorMapEncodeTiled wants it; device code may have put another address there.
+  if (map.address % 16 != 0)
+    Raise("alignment", "a tensor map of 0x", std::hex, map.address, ", not aligned to 16 bytes");
+  return map;
 }
 
 // A box's rows: bytes that lie side by side in global and, but for the swizzle, in shared memory.

@@ -125,8 +125,15 @@ def test_unknown_is_an_error():
         "vadd.u32.u32.u32 %r1, %r1, %r1;",
         "add.f64 %d1, %d1, %d1;",
         "ld.shared.relaxed.gpu.b32 %r1, [smem];",
+        "mov.b128 %d1, %d0;",
+        "mov.b64 {%h1, %h1, %h1}, %d0;",
+        "ld.global.v16.b8 {" + ", ".join(["%h1"] * 16) + "}, [%d0];",
     ):
         assert fault(program(statement), OUT) == "unknown"
+
+
+def test_empty_statements():
+    assert fault(program("; {;} ;" + store_lanes("%r0") + ";"), OUT) is None
 
 
 def test_uninitialized_registers():
@@ -538,6 +545,8 @@ def test_maps_written_by_device_code_need_both_fences():
     edited = COPY_MAP + replace + release + acquire + load + replace + release
     assert engine_fault(edited + acquire + again + fill_out) is None
     assert engine_fault(edited + again + fill_out) == "proxy"
+    odd = replace.replace("[a];", "[a]; add.s64 %d11, %d11, 8;")
+    assert engine_fault(COPY_MAP + odd + release + acquire + load + fill_out) == "alignment"
     # A load reads it until it is done.
     in_flight = load.replace("{ L:", replace + release + "{ L:")
     assert engine_fault(COPY_MAP + replace + release + acquire + in_flight + fill_out) == "race"
