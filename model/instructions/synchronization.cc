@@ -110,6 +110,7 @@ INSTRUCTION(TryWait, "mbarrier.try_wait.parity", "9.7.13.15.16 mbarrier.try_wait
   TakeShared(d, &remote);
   if (remote) d.Unknown("a wait at a remote mbarrier");
   const Register out = d.Dest(0), parity = d.Source(2);
+  if (d.Count() > 3) d.Source(3);  // how long it may wait, a hint
   const Address at = d.At(1);
   return [=](Warp& w, Mask m) -> Outcome {
     const uint64_t *base = w.Read(at.base, m), *parities = w.Read(parity, m);

@@ -126,6 +126,8 @@ def test_unknown_is_an_error():
         "add.f64 %d1, %d1, %d1;",
         "ld.shared.relaxed.gpu.b32 %r1, [smem];",
         "mov.b128 %d1, %d0;",
+        "add.s32 %r1, %r0, %r0, %r0;",
+        "bar.sync 1, 32, 7;",
         "mov.b64 {%h1, %h1, %h1}, %d0;",
         "ld.global.v16.b8 {" + ", ".join(["%h1"] * 16) + "}, [%d0];",
     ):
