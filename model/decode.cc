@@ -1,5 +1,6 @@
 #include "decode.h"
 
+#include <algorithm>
 #include <cctype>
 
 namespace model {
@@ -64,10 +65,12 @@ std::string Decoder::Next() {
 
 void Decoder::Done() const {
   if (at_ < statement_.modifiers.size()) Unknown("." + statement_.modifiers[at_]);
+  if (operands_ < statement_.operands.size()) Unknown("operand " + statement_.operands[operands_]);
 }
 
 const std::string& Decoder::Text(size_t i) const {
   if (i >= statement_.operands.size()) Unknown("a missing operand");
+  operands_ = std::max(operands_, i + 1);
   return statement_.operands[i];
 }
 

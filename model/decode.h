@@ -24,7 +24,8 @@ class Decoder {
  public:
   Decoder(Code& code, const Statement& statement) : code_(code), statement_(statement) {}
 
-  // --- modifiers, from left to right; what is left at the end is an error ---
+  // --- modifiers, from left to right; what is left at the end is an error, as is an operand that
+  // nobody looked at ---
   bool Take(const std::string& modifier);
   std::string Next();
   void Skip(size_t n) { at_ += n; }
@@ -59,6 +60,7 @@ class Decoder {
   Code& code_;
   const Statement& statement_;
   size_t at_ = 0;
+  mutable size_t operands_ = 0;  // up to here they were looked at
 };
 
 struct Rule {

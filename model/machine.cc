@@ -400,9 +400,37 @@ Cluster::Cluster(Machine& machine, uint32_t index)
 
 Knowledge Cluster::NewKnowledge() const { return Knowledge(index, machine.agents.Count()); }
 
-Event Cluster::Start() {
-  const size_t slot = next_slot_++ % slots_.size();
-  return {AgentAt(machine.agents.Slot(slot)), ++slots_[slot]};
+Event Cluster::Start(bool writes_global) {
+  // Who knows a slot's later event passes for knowing its earlier ones: a slot is used again when
+  // its operation is over and, as long as there are such, known to be. Of writes to global memory
+  // nobody need ever know: these have a third of the slots to themselves.
+  const size_t count = writes_global ? slots_.size() / 3 : slots_.size() - slots_.size() / 3;
+  const size_t first = writes_global ? slots_.size() - count : 0;
+  auto taken = [&](Agent agent) {
+    return std::any_of(
+        machine.operations.begin(), machine.operations.end(), [&](const Operation& operation) {
+          return std::count(operation.slots.begin(), operation.slots.end(), agent) != 0;
+        });
+  };
+  auto known = [&](Event event) {
+    for (const auto& cta : ctas) {
+      for (const auto& warp : cta->warps) {
+        for (const Mind& mind : warp->minds) {
+          if (mind.knowledge->all.Has(event)) return true;
+        }
+      }
+    }
+    return false;
+  };
+  for (const bool must_be_known : {!writes_global, false}) {
+    for (size_t tried = 0; tried < count; ++tried) {
+      const size_t slot = first + next_slot_[writes_global]++ % count;
+      const Agent agent = AgentAt(machine.agents.Slot(slot));
+      if (taken(agent) || (must_be_known && !known({agent, slots_[slot]}))) continue;
+      return {agent, ++slots_[slot]};
+    }
+  }
+  Raise("limit", count, " copies under way at once in a cluster");
 }
 
 Cta& Cluster::At(uint32_t address, uint32_t* offset, const char* access) {
@@ -419,13 +447,8 @@ void Cluster::Touch(Cta& cta, Event by) {
 }
 
 void Cluster::Post(Operation::Queue queue, uint32_t lane, std::string what,
-                   std::function<void()> effect) {
-  // Slots are used in turn: one must be free again before its turn comes.
-  const size_t under_way =
-      std::count_if(machine.operations.begin(), machine.operations.end(),
-                    [](const Operation& each) { return each.lane == kUnordered; });
-  if (under_way > slots_.size() / 2) Raise("limit", under_way, " copies under way at once");
-  machine.operations.push_back({queue, lane, std::move(effect), std::move(what)});
+                   std::function<void()> effect, std::vector<Agent> slots) {
+  machine.operations.push_back({queue, lane, std::move(effect), std::move(what), std::move(slots)});
 }
 
 // PTX ISA, mbarrier: phase completion.
@@ -650,6 +673,7 @@ void Machine::Run() {
     allocation.shadow = nullptr;
     allocation.agents = &agents;
     allocation.atomic_words.clear();
+    for (auto& [at, slot] : allocation.slots) slot.release = {};  // before all of this launch
   }
   const uint32_t total =
       ClusterCount(launch, 0) * ClusterCount(launch, 1) * ClusterCount(launch, 2);

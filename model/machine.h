@@ -83,7 +83,7 @@ struct Mbarrier {
 struct NamedBarrier {
   uint32_t expected = 0, arrived = 0;
   uint64_t generation = 0;
-  Knowledge arriving, complete;
+  std::shared_ptr<Knowledge> arriving;
 };
 
 // The threads of a warp that are at one statement.
@@ -92,7 +92,8 @@ struct Fragment {
 
   Mask mask = 0;
   uint32_t pc = 0;
-  uint64_t ticket = 0;  // of a collective that it has arrived at and now waits for
+  uint64_t ticket = 0;                   // of a collective that it has arrived at and now waits for
+  std::shared_ptr<const Knowledge> met;  // what those at a named barrier know
   bool arrived = false;
   bool blocked = false;
   uint64_t blocked_at = 0;    // Machine::progress at that time
@@ -105,6 +106,7 @@ struct Operation {  // an asynchronous operation that has not taken effect yet
   uint32_t lane;  // operations of one queue and lane take effect in order; kUnordered: in any
   std::function<void()> effect;
   std::string what;
+  std::vector<Agent> slots;  // whose events it is
 };
 constexpr uint32_t kUnordered = ~0u;
 
@@ -195,8 +197,9 @@ struct Warp {
       last_poll{};  // of a wait that returned false: the mbarrier's offset, and phase
 
   // --- barrier.cluster ---
-  Mask cluster_arrived = 0;
-  uint64_t cluster_generation = 0;  // that it arrived in; 0: never
+  Mask cluster_arrived = 0;         // in the phase under way
+  Mask cluster_waits = 0;           // arrived, and has not waited since
+  uint64_t cluster_generation = 0;  // that it arrived in
 
   // --- copy engine: bulk groups of each lane ---
   std::array<std::deque<BulkGroup>, kLanes> bulk_groups;
@@ -205,7 +208,7 @@ struct Warp {
   // --- wgmma ---
   Agent wgmma_agent = 0;
   Clock wgmma_clock = 0;                 // of the last issued
-  uint64_t wgmma_fence_at = 0;           // `executed` at the last wgmma.fence; 0: none yet
+  uint64_t wgmma_fence_at = 0;           // `executed` after the last wgmma.fence; 0: none yet
   uint64_t wgmma_open = 0;               // issued since the last commit
   uint64_t wgmma_group = 1;              // that the next operation will belong to
   uint64_t wgmma_waited = 0;             // groups up to this one have been waited for
@@ -252,7 +255,11 @@ struct Cta {
   // must be over, and known to be, when the CTA exits.
   std::map<Agent, Event> foreign;
   // Tensor maps in global memory that its threads acquired.
-  std::map<uint64_t, std::vector<Event>> acquired_maps;
+  struct AcquiredMap {
+    Event by;
+    uint64_t version;  // Allocation::MapVersion
+  };
+  std::map<uint64_t, std::vector<AcquiredMap>> acquired_maps;
 
   // --- tensor memory ---
   std::vector<uint32_t> tensor;  // [lane][column]
@@ -263,6 +270,8 @@ struct Cta {
   uint32_t tensor_columns_max = kTensorColumns;  // of the next allocation
   Agent tensor_agent = 0;                        // the tensor pipe, as issuer
   Clock tensor_clock = 0;
+  Event tensor_last;  // the last tcgen05.mma, and who issued it
+  Agent tensor_issuer = 0;
 
   std::vector<std::vector<uint64_t>> wgmma_issued;  // per warpgroup: what its warps must all issue
   int64_t free_registers = 0;
@@ -273,12 +282,13 @@ struct Cluster {
 
   Agent AgentAt(size_t i) const { return index << 16 | static_cast<Agent>(i); }
   // A fresh event of an engine that works on its own.
-  Event Start();
+  Event Start(bool writes_global = false);
   Knowledge NewKnowledge() const;
   // The CTA and offset of a shared::cluster address.
   Cta& At(uint32_t address, uint32_t* offset, const char* access);
   void Touch(Cta& cta, Event by);  // `by` accesses the CTA's shared memory
-  void Post(Operation::Queue queue, uint32_t lane, std::string what, std::function<void()> effect);
+  void Post(Operation::Queue queue, uint32_t lane, std::string what, std::function<void()> effect,
+            std::vector<Agent> slots = {});
   // mbarrier arrive-on and complete-tx.
   void Arrive(Cta& cta, uint32_t offset, uint32_t count, Event by,
               const std::function<void(Knowledge&)>& release);
@@ -301,7 +311,7 @@ struct Cluster {
   void Settle(Mbarrier& barrier);
 
   std::vector<Clock> slots_;
-  size_t next_slot_ = 0;
+  size_t next_slot_[2] = {};
 };
 
 // An mbarrier may be used by whom its initialization is ordered before.

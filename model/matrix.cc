@@ -22,6 +22,14 @@ SharedMatrix Common(uint64_t descriptor, bool mn_major) {
           Field(descriptor, 32, 14) << 4, 0, mn_major};
 }
 
+// Where the swizzle's pattern does not start at a multiple of its size, a base offset says so; none
+// is modelled.
+void CheckPattern(const SharedMatrix& matrix) {
+  if (matrix.start >> 7 & ((1u << matrix.swizzle) - 1)) {
+    Raise("unknown", "a matrix at 0x", std::hex, matrix.start, ", off the pattern of its swizzle");
+  }
+}
+
 // Byte offset of element (row, k) from the matrix's start, before the swizzle. An atom of the
 // swizzle is 8 rows of 16 << swizzle bytes; along the major dimension one row of it, across the
 // other 8.
@@ -114,6 +122,7 @@ SharedMatrix WgmmaMatrix(uint64_t descriptor, bool mn_major) {
   const uint32_t mode = Field(descriptor, 62, 2);
   if (mode == 0) Raise("unknown", "a matrix without swizzle");
   matrix.swizzle = 4 - mode;  // 1: 128 bytes, 2: 64, 3: 32
+  CheckPattern(matrix);
   return matrix;
 }
 
@@ -136,6 +145,7 @@ SharedMatrix Tcgen05Matrix(uint64_t descriptor, bool mn_major) {
     default:
       Raise("unknown", "a tcgen05 matrix of this swizzle");
   }
+  CheckPattern(matrix);
   return matrix;
 }
 

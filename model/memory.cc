@@ -82,13 +82,19 @@ void Shadow::Read(size_t first, size_t words, const Actor& actor) {
     if (!actor.Follows(cell.write, cell.generic_write)) {
       Race("read", word, cell.write, true, cell.generic_write, actor);
     }
-    // A read that this one follows need not be kept: who follows this one follows it too.
-    if (actor.Follows(cell.read, false)) {
+    // A read that this one follows need not be kept: who follows this one follows it too. But not
+    // of an engine's: its completion tells of nothing else.
+    const bool thread = actor.event.agent == actor.issuer.agent;
+    auto covers = [&](Event read) {
+      return read.agent == 0 || read.agent == actor.event.agent ||
+             (thread && actor.Follows(read, false));
+    };
+    if (covers(cell.read)) {
       cell.read = actor.event;
       return;
     }
     uint32_t at = cell.more_reads;
-    while (at != 0 && !actor.Follows(pool_[at - 1].read, false)) at = pool_[at - 1].next;
+    while (at != 0 && !covers(pool_[at - 1].read)) at = pool_[at - 1].next;
     if (at != 0) {
       pool_[at - 1].read = actor.event;
     } else {
@@ -163,8 +169,20 @@ void Allocation::Write(uint64_t address, uint64_t size, const void* from, const 
 void Allocation::MarkSlots(uint64_t address, uint64_t size, Agent writer, bool map) {
   for (uint64_t at = (address - base) / kSlot * kSlot; at < address - base + size; at += kSlot) {
     Slot& slot = slots[at];
-    slot = {writer, false, slot.map || map};
+    slot = {writer, false, slot.map || map, slot.version + 1, {}};
   }
+}
+
+uint64_t Allocation::MapVersion(uint64_t address, bool* released, const Actor& actor) const {
+  uint64_t version = 0;
+  const uint64_t offset = address - base;
+  for (auto at = slots.lower_bound(offset / kSlot * kSlot);
+       at != slots.end() && at->first < offset + kSlot; ++at) {
+    const Slot& slot = at->second;
+    version += slot.version;
+    if (!slot.released || !actor.Follows(slot.release, false)) *released = false;
+  }
+  return version;
 }
 
 uint64_t GlobalMemory::Allocate(std::string name, size_t size, uint64_t align, bool writable) {

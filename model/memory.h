@@ -80,7 +80,9 @@ struct Allocation {
   struct Slot {
     Agent writer = 0;
     bool released = false;
-    bool map = false;  // tensormap.replace was applied to it
+    bool map = false;      // tensormap.replace was applied to it
+    uint64_t version = 0;  // grows with every store
+    Event release;         // that of this launch
   };
   static constexpr uint64_t kSlot = 128;
   std::map<uint64_t, Slot> slots;         // by offset
@@ -92,6 +94,9 @@ struct Allocation {
   void Write(uint64_t address, uint64_t bytes, const void* from, const Actor& actor);
   void CheckNotAtomic(uint64_t offset, uint64_t bytes) const;
   void MarkSlots(uint64_t address, uint64_t bytes, Agent writer, bool map);
+  // Of the map at `address`: 0 if device code stored nothing there, else other after every store.
+  // `released` becomes false if it was not released before what the actor does.
+  uint64_t MapVersion(uint64_t address, bool* released, const Actor& actor) const;
 };
 
 // PTX ISA, state spaces: .global. Addresses are the model's own.

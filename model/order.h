@@ -74,11 +74,13 @@ struct Knowledge {
   Knowledge(uint32_t cluster, size_t agents)
       : all(cluster, agents),
         fenced(cluster, agents),
+        fenced_global(cluster, agents),
         inits(cluster, agents),
         tcgen05(cluster, agents) {}
 
-  Clocks all;      // events that happened before
-  Clocks fenced;   // of these, the ones followed by a proxy fence: what the async proxy may rely on
+  Clocks all;     // events that happened before
+  Clocks fenced;  // of these, the ones followed by a proxy fence: what the async proxy may rely on
+  Clocks fenced_global;  // the same, of fences that are for global memory too
   Clocks inits;    // events before a fence.mbarrier_init, which a relaxed cluster barrier passes on
   Clocks tcgen05;  // events before the thread's own tcgen05.fence::after_thread_sync; not passed on
 
@@ -86,6 +88,7 @@ struct Knowledge {
   void JoinReleased(const Knowledge& released) {
     all.Join(released.all);
     fenced.Join(released.fenced);
+    fenced_global.Join(released.fenced_global);
     inits.Join(released.inits);
   }
 };
@@ -99,11 +102,13 @@ struct Actor {
   const Knowledge* knowledge = nullptr;
   bool async = false;    // through the async proxy
   bool tcgen05 = false;  // a tcgen05 access of tensor memory
+  bool global = false;   // an access of global memory
 
   // Whether an earlier access is ordered before this one.
   bool Follows(Event earlier, bool earlier_was_generic_write) const {
     if (earlier.agent == 0) return true;
-    if (async && earlier_was_generic_write && !knowledge->fenced.Has(earlier)) return false;
+    const Clocks& fenced = global ? knowledge->fenced_global : knowledge->fenced;
+    if (async && earlier_was_generic_write && !fenced.Has(earlier)) return false;
     if (earlier.agent == event.agent) return true;
     if (earlier.agent == issuer.agent && earlier.clock <= issuer.clock) return true;
     return (tcgen05 ? knowledge->tcgen05 : knowledge->all).Has(earlier);

@@ -248,6 +248,7 @@ class Parser {
         const std::string statement = Squeeze(pending);
         pending.clear();
         const size_t mask = statement.find("used_bytes_mask ");
+        if (statement.empty()) continue;
         if (statement.rfind(".pragma", 0) == 0) {
           if (mask != std::string::npos)
             used_bytes_ = std::stoull(statement.substr(mask + 16), nullptr, 16);

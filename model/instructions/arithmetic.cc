@@ -217,10 +217,12 @@ INSTRUCTION(Selp, "selp", "9.7.6.4 selp") {
 INSTRUCTION(Mov, "mov", "9.7.9.2, 9.7.9.3 mov") {
   const std::string type = d.Next();
   const uint32_t bits = type == "pred" ? 1 : 8 * BytesOf(d, type);
-  const uint64_t width = bits == 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1;
+  const uint64_t width = bits >= 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1;
+  if (bits > 64) d.Unknown("mov." + type);
   if (d.Text(0)[0] == '{') {  // unpack: the first is the lowest
     const std::vector<Register> parts = d.Dests(0);
     const Register from = d.Source(1);
+    if (parts.size() != 2 && parts.size() != 4) d.Unknown("a vector of this size");
     const uint32_t each = bits / parts.size();
     return [=](Warp& w, Mask m) {
       Lanes value;
@@ -236,6 +238,7 @@ INSTRUCTION(Mov, "mov", "9.7.9.2, 9.7.9.3 mov") {
   if (d.Text(1)[0] == '{') {  // pack
     const std::vector<Register> parts = d.Sources(1);
     const Register out = d.Dest(0);
+    if (parts.size() != 2 && parts.size() != 4) d.Unknown("a vector of this size");
     const uint32_t each = bits / parts.size();
     return [=](Warp& w, Mask m) {
       Lanes value{};

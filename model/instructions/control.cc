@@ -7,7 +7,9 @@ namespace model {
 namespace {
 
 INSTRUCTION(Bra, "bra", "9.7.12.2 bra") {
-  d.Take("uni");  // a promise of the compiler's that the lanes agree; nothing depends on it
+  // A promise of the compiler's that the lanes agree. It does not hold in the kernels' wait loops,
+  // where lanes that ask an mbarrier at different times may get different answers.
+  d.Take("uni");
   const uint32_t target = d.Target(0);
   return [=](Warp& w, Mask m) { return w.Branch(m, target); };
 }
@@ -131,12 +133,13 @@ Execute AtNamedBarrier(Decoder& d, bool waits) {
         Raise("barrier", what, " of ", threads, " threads");
       if (barrier.arrived == 0) {
         barrier.expected = threads;
-        barrier.arriving = w.cta.cluster.NewKnowledge();
+        barrier.arriving = std::make_shared<Knowledge>(w.cta.cluster.NewKnowledge());
       } else if (barrier.expected != threads) {
         Raise("barrier", what, " ", number, " with ", threads, " threads, where others wait for ",
               barrier.expected);
       }
-      w.Release(m, barrier.arriving);
+      w.Release(m, *barrier.arriving);
+      w.current->met = barrier.arriving;
       barrier.arrived += kLanes;
       w.current->arrived = true;
       w.current->ticket = barrier.generation;
@@ -145,7 +148,6 @@ Execute AtNamedBarrier(Decoder& d, bool waits) {
       if (barrier.arrived == barrier.expected) {
         ++barrier.generation;
         barrier.arrived = 0;
-        barrier.complete = std::move(barrier.arriving);
         ++w.machine.progress;
       }
     }
@@ -154,7 +156,8 @@ Execute AtNamedBarrier(Decoder& d, bool waits) {
       return w.Block("bar.sync ", number, ", where ", barrier.arrived, " of ", barrier.expected,
                      " threads are");
     }
-    w.Acquire(m, barrier.complete);
+    w.Acquire(m, *w.current->met);
+    w.current->met = nullptr;
     w.Meet(m);
     return Outcome::kNext;
   };
@@ -180,6 +183,7 @@ INSTRUCTION(ClusterArrive, "barrier.cluster.arrive", "9.7.13.3 barrier.cluster")
       w.Release(m, cluster.barrier_arriving);
     }
     w.cluster_arrived |= m;
+    w.cluster_waits |= m;
     w.cluster_generation = cluster.barrier_generation;
     cluster.SettleBarrier();
     return Outcome::kNext;
@@ -191,11 +195,12 @@ INSTRUCTION(ClusterWait, "barrier.cluster.wait", "9.7.13.3 barrier.cluster") {
   const bool aligned = d.Take("aligned");
   return [=](Warp& w, Mask m) -> Outcome {
     if (aligned && !w.Converged(m)) return w.Block("the other lanes of its warp");
-    if (w.cluster_generation == 0) Raise("barrier", "barrier.cluster.wait without an arrive");
+    if (m & ~w.cluster_waits) Raise("barrier", "barrier.cluster.wait without an arrive");
     Cluster& cluster = w.cta.cluster;
     cluster.SettleBarrier();  // others may have exited
     if (cluster.barrier_generation == w.cluster_generation) return w.Block("the cluster's barrier");
     w.Acquire(m, cluster.barrier_complete);
+    w.cluster_waits &= ~m;
     return Outcome::kNext;
   };
 }

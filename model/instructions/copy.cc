@@ -12,21 +12,24 @@ constexpr uint32_t kSharedAlignment = 128;
 
 // A map in a kernel's parameters, or in global memory; there, if device code wrote it, only after
 // the fences of the tensormap proxy: a launch's start does not acquire for it (8.9.4).
-TensorMap MapAt(Warp& w, uint32_t lane, uint64_t address) {
+// `reader` is whose read of it is: it must not change until that is over.
+TensorMap MapAt(Warp& w, uint32_t lane, uint64_t address, Event reader) {
   if (address % 64 != 0)
     Raise("alignment", "a tensor map at 0x", std::hex, address, ", not aligned to 64 bytes");
   Allocation& allocation = w.machine.global.Find(address, kMapBytes, "tensor map");
   const uint64_t offset = address - allocation.base;
-  auto slot = allocation.slots.find(offset / Allocation::kSlot * Allocation::kSlot);
-  if (slot != allocation.slots.end()) {
-    if (!slot->second.released) {
+  bool released = true;
+  const uint64_t version = allocation.MapVersion(address, &released, w.Generic(lane));
+  if (version != 0) {
+    if (!released) {
       Raise("proxy", "the tensor map at byte ", offset, " of ", allocation.name,
             " was not released by its writer");
     }
     bool acquired = false;
     const SharedKnowledge knowledge = w.KnowledgeOf(lane);
-    for (const Event& by : w.cta.acquired_maps[address]) {
-      acquired = acquired || by.agent == w.ThreadAgent(lane) || knowledge->all.Has(by);
+    for (const auto& [by, of] : w.cta.acquired_maps[address]) {
+      const bool known = by.agent == w.ThreadAgent(lane) || knowledge->all.Has(by);
+      acquired = acquired || (of == version && known);
     }
     if (!acquired) {
       Raise("proxy", "the tensor map at byte ", offset, " of ", allocation.name,
@@ -34,8 +37,19 @@ TensorMap MapAt(Warp& w, uint32_t lane, uint64_t address) {
     }
   }
   uint8_t bytes[kMapBytes];
-  allocation.Read(address, 64, bytes, w.Generic(lane));
-  return DecodeTensorMap(bytes);
+  const SharedKnowledge knowledge = w.KnowledgeOf(lane);
+  const Actor by{reader, w.Now(lane), knowledge.get()};
+  allocation.Read(address, kMapBytes / 2, bytes, by);
+  // The other half holds nothing, and some write only the first; but who writes it is to be
+  // ordered.
+  const auto half = allocation.written.begin() + offset + kMapBytes / 2;
+  if (std::find(half, half + kMapBytes / 2, 0) == half + kMapBytes / 2)
+    allocation.Read(address + kMapBytes / 2, kMapBytes / 2, bytes + kMapBytes / 2, by);
+  const TensorMap map = DecodeTensorMap(bytes);
+  // As cuTensorMapEncodeTiled wants it; device code may have put another address there.
+  if (map.address % 16 != 0)
+    Raise("alignment", "a tensor map of 0x", std::hex, map.address, ", not aligned to 16 bytes");
+  return map;
 }
 
 // A box's rows: bytes that lie side by side in global and, but for the swizzle, in shared memory.
@@ -128,7 +142,8 @@ Execute TensorLoad(Decoder& d, bool cluster_form) {
       Raise("unknown", "a tensor load issued by several lanes at once: each is a copy of its own");
     const uint32_t lane = __builtin_ctz(m);
     Cluster& cluster = w.cta.cluster;
-    const TensorMap tensor_map = MapAt(w, lane, w.Read(map, m)[lane]);
+    const Event event = cluster.Start();
+    const TensorMap tensor_map = MapAt(w, lane, w.Read(map, m)[lane], event);
     auto box = std::make_shared<Box>(BoxAt(tensor_map, CoordinatesOf(w, coordinates, lane)));
     uint32_t offset, barrier_offset;
     Cta& cta = cluster.At(to.Of(w.Read(to.base, m), lane), &offset, "tensor load");
@@ -156,7 +171,6 @@ Execute TensorLoad(Decoder& d, bool cluster_form) {
         Raise("barrier", "a load to CTA ", cta.rank, " with an mbarrier of CTA ", barrier_cta.rank);
       destinations.push_back({&cta, offset, &barrier_cta, barrier_offset});
     }
-    const Event event = cluster.Start();
     for (const Destination& to : destinations) {
       CheckBox(*to.cta, *box, to.offset, "tensor load");
       CheckInitKnown(w, lane, *to.barrier_cta, to.barrier, "tensor load");
@@ -167,28 +181,31 @@ Execute TensorLoad(Decoder& d, bool cluster_form) {
     w.machine.statistics.counts["copy: loads"] += 1;
     Actor actor{event, w.Now(lane), nullptr};
     actor.async = true;
-    cluster.Post(Operation::kLoad, kUnordered,
-                 Text("a tensor load by CTA ", w.cta.rank, " to byte ", offset - kSharedBase),
-                 [=, &cluster, knowledge = w.KnowledgeOf(lane)] {
-                   Actor by = actor;
-                   by.knowledge = knowledge.get();
-                   const uint32_t element = box->map.element_bytes;
-                   std::vector<uint8_t> data(box->Bytes());
-                   for (size_t r = 0; r < box->rows.size(); ++r) {
-                     const Row& row = box->rows[r];
-                     if (!row.inside || box->count == 0) continue;
-                     const uint64_t from = row.address + box->first * element,
-                                    bytes = box->count * element;
-                     cluster.machine.global.Find(from, bytes, "tensor load")
-                         .Read(from, bytes, &data[r * box->row_bytes + box->first * element], by);
-                   }
-                   for (const Destination& to : destinations) {
-                     for (uint32_t i = 0; i < data.size(); i += 16) {
-                       to.cta->WriteShared(Place(*box, to.offset, i), 16, &data[i], by);
-                     }
-                     cluster.CompleteTx(*to.barrier_cta, to.barrier, data.size(), event);
-                   }
-                 });
+    cluster.Post(
+        Operation::kLoad, kUnordered,
+        Text("a tensor load by CTA ", w.cta.rank, " to byte ", offset - kSharedBase),
+        [=, &cluster, knowledge = w.KnowledgeOf(lane)] {
+          Actor by = actor;
+          by.knowledge = knowledge.get();
+          Actor reading = by;
+          reading.global = true;
+          const uint32_t element = box->map.element_bytes;
+          std::vector<uint8_t> data(box->Bytes());
+          for (size_t r = 0; r < box->rows.size(); ++r) {
+            const Row& row = box->rows[r];
+            if (!row.inside || box->count == 0) continue;
+            const uint64_t from = row.address + box->first * element, bytes = box->count * element;
+            cluster.machine.global.Find(from, bytes, "tensor load")
+                .Read(from, bytes, &data[r * box->row_bytes + box->first * element], reading);
+          }
+          for (const Destination& to : destinations) {
+            for (uint32_t i = 0; i < data.size(); i += 16) {
+              to.cta->WriteShared(Place(*box, to.offset, i), 16, &data[i], by);
+            }
+            cluster.CompleteTx(*to.barrier_cta, to.barrier, data.size(), event);
+          }
+        },
+        {event.agent});
     w.Tick();
     return Outcome::kNext;
   };
@@ -210,7 +227,10 @@ Execute TensorStore(Decoder& d) {
     w.Uniform(map, m, "the map of a tensor store");
     for (Register r : coordinates) w.Uniform(r, m, "a coordinate of a tensor store");
     w.Uniform(from.base, m, "the source of a tensor store");
-    const TensorMap tensor_map = MapAt(w, lane, w.Read(map, m)[lane]);
+    auto state = std::make_shared<BulkGroup::State>();
+    state->read_event = cluster.Start();
+    state->written_event = cluster.Start(true);
+    const TensorMap tensor_map = MapAt(w, lane, w.Read(map, m)[lane], state->read_event);
     const std::vector<int64_t> at = CoordinatesOf(w, coordinates, lane);
     for (int64_t c : at) {
       if (c < 0) Raise("bounds", "a tensor store at a negative coordinate, ", c);
@@ -221,40 +241,40 @@ Execute TensorStore(Decoder& d) {
     if (&cta != &w.cta) Raise("bounds", "a store from shared::cta memory of another CTA");
     CheckBox(cta, *box, offset, "tensor store");
 
-    auto state = std::make_shared<BulkGroup::State>();
-    state->read_event = cluster.Start();
-    state->written_event = cluster.Start();
     ForLanes(m, [&](uint32_t l) { w.open_group[l].operations.push_back(state); });
     cluster.Touch(cta, state->read_event);
     w.machine.statistics.counts["copy: bytes stored"] += box->Bytes();
     w.machine.statistics.counts["copy: stores"] += 1;
     const std::string what =
         Text("a tensor store by CTA ", cta.rank, " from byte ", offset - kSharedBase);
-    cluster.Post(
-        Operation::kStore, kUnordered, what,
-        [=, &cluster, &cta, issuer = w.Now(lane), knowledge = w.KnowledgeOf(lane)] {
-          Actor by{state->read_event, issuer, knowledge.get()};
-          by.async = true;
-          auto data = std::make_shared<std::vector<uint8_t>>(box->Bytes());
-          for (uint32_t i = 0; i < data->size(); i += 16)
-            cta.ReadShared(Place(*box, offset, i), 16, &(*data)[i], by);
-          state->read = true;
-          cluster.Post(
-              Operation::kStore, kUnordered, what + ", writing", [=, &machine = cluster.machine] {
-                Actor by{state->written_event, issuer, knowledge.get()};
-                by.async = true;
-                const uint32_t element = box->map.element_bytes;
-                for (size_t r = 0; r < box->rows.size(); ++r) {
-                  const Row& row = box->rows[r];
-                  if (!row.inside || box->count == 0) continue;
-                  const uint64_t to = row.address + box->first * element,
-                                 bytes = box->count * element;
-                  machine.global.Find(to, bytes, "tensor store")
-                      .Write(to, bytes, &(*data)[r * box->row_bytes + box->first * element], by);
-                }
-                state->written = true;
-              });
-        });
+    cluster.Post(Operation::kStore, kUnordered, what,
+                 [=, &cluster, &cta, issuer = w.Now(lane), knowledge = w.KnowledgeOf(lane)] {
+                   Actor by{state->read_event, issuer, knowledge.get()};
+                   by.async = true;
+                   auto data = std::make_shared<std::vector<uint8_t>>(box->Bytes());
+                   for (uint32_t i = 0; i < data->size(); i += 16)
+                     cta.ReadShared(Place(*box, offset, i), 16, &(*data)[i], by);
+                   state->read = true;
+                   cluster.Post(Operation::kStore, kUnordered, what + ", writing",
+                                [=, &machine = cluster.machine] {
+                                  Actor by{state->written_event, issuer, knowledge.get()};
+                                  by.async = by.global = true;
+                                  const uint32_t element = box->map.element_bytes;
+                                  for (size_t r = 0; r < box->rows.size(); ++r) {
+                                    const Row& row = box->rows[r];
+                                    if (!row.inside || box->count == 0) continue;
+                                    const uint64_t to = row.address + box->first * element,
+                                                   bytes = box->count * element;
+                                    machine.global.Find(to, bytes, "tensor store")
+                                        .Write(to, bytes,
+                                               &(*data)[r * box->row_bytes + box->first * element],
+                                               by);
+                                  }
+                                  state->written = true;
+                                },
+                                {state->written_event.agent});
+                 },
+                 {state->read_event.agent, state->written_event.agent});
     w.Tick();
     return Outcome::kNext;
   };
@@ -306,20 +326,17 @@ INSTRUCTION(WaitGroup, "cp.async.bulk.wait_group", "9.7.9.27.2.2 cp.async.bulk.w
         }
       });
     };
-    std::map<const void*, Mask> same;  // by the newest store
+    std::map<std::vector<const BulkGroup::State*>, Mask> same;
     ForLanes(m, [&](uint32_t lane) {
       const auto& groups = w.bulk_groups[lane];
-      const bool any = !groups.empty() && !groups.back().operations.empty();
-      same[any ? groups.back().operations.back().get() : nullptr] |= Mask{1} << lane;
-    });
-    for (const auto& [newest, lanes] : same) {
-      if (newest != nullptr) {
-        learn(__builtin_ctz(lanes), lanes);
-      } else {
-        ForLanes(lanes, [&](uint32_t lane) {
-          if (!w.bulk_groups[lane].empty()) learn(lane, Mask{1} << lane);
-        });
+      std::vector<const BulkGroup::State*> stores;
+      for (size_t i = 0; i + n < groups.size(); ++i) {
+        for (const auto& state : groups[i].operations) stores.push_back(state.get());
       }
+      same[stores] |= Mask{1} << lane;
+    });
+    for (const auto& [stores, lanes] : same) {
+      if (!stores.empty()) learn(__builtin_ctz(lanes), lanes);
     }
     if (!read) {
       ForLanes(m, [&](uint32_t lane) {
@@ -336,7 +353,7 @@ INSTRUCTION(Prefetch, "prefetch.tensormap", "9.7.9.15 prefetch") {
   const Address at = d.At(0);
   return [=](Warp& w, Mask m) {
     const uint64_t* base = w.Read(at.base, m);
-    ForLanes(m, [&](uint32_t lane) { MapAt(w, lane, at.Of(base, lane)); });
+    ForLanes(m, [&](uint32_t lane) { MapAt(w, lane, at.Of(base, lane), w.Now(lane)); });
     return Outcome::kNext;
   };
 }

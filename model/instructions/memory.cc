@@ -23,7 +23,8 @@ struct Vector {
 Vector VectorOf(Decoder& d) {
   Vector v{1, 0, d.Next()};
   if (v.type[0] == 'v') {
-    v.elements = std::stoul(v.type.substr(1));
+    if (v.type != "v2" && v.type != "v4" && v.type != "v8") d.Unknown("a vector ." + v.type);
+    v.elements = v.type[1] - '0';
     v.type = d.Next();
   }
   v.bytes = BytesOf(d, v.type);
@@ -224,7 +225,8 @@ INSTRUCTION(StAsync, "st.async", "9.7.9.12 st.async") {
                      by.knowledge = knowledge.get();
                      cta.WriteShared(offset, bytes, data.data(), by);
                      cluster.CompleteTx(cta, barrier_offset, bytes, event);
-                   });
+                   },
+                   {event.agent});
     });
     w.Tick();
     return Outcome::kNext;

@@ -110,6 +110,7 @@ INSTRUCTION(TryWait, "mbarrier.try_wait.parity", "9.7.13.15.16 mbarrier.try_wait
   TakeShared(d, &remote);
   if (remote) d.Unknown("a wait at a remote mbarrier");
   const Register out = d.Dest(0), parity = d.Source(2);
+  if (d.Count() > 3) d.Source(3);  // how long it may wait, a hint
   const Address at = d.At(1);
   return [=](Warp& w, Mask m) -> Outcome {
     const uint64_t *base = w.Read(at.base, m), *parities = w.Read(parity, m);
@@ -166,13 +167,16 @@ INSTRUCTION(TryWait, "mbarrier.try_wait.parity", "9.7.13.15.16 mbarrier.try_wait
 // What a thread knows, and did, may from now on be relied on by asynchronous operations that are
 // ordered after the fence.
 INSTRUCTION(FenceProxyAsync, "fence.proxy.async", "9.7.13.4 membar, fence; 8.9.5 causality order") {
-  if (!d.Take("shared::cta") && !d.Take("shared::cluster")) {
-    if (d.Take("global")) d.Unknown("a proxy fence of global memory only");
-  }
-  return [](Warp& w, Mask m) {
+  const bool shared_only = d.Take("shared::cta") || d.Take("shared::cluster");
+  const bool global_only = !shared_only && d.Take("global");
+  return [=](Warp& w, Mask m) {
+    auto fence = [&](Clocks& fenced, const Knowledge& k, Mask lanes) {
+      fenced.Join(k.all);
+      ForLanes(lanes, [&](uint32_t lane) { fenced.Add(w.Now(lane)); });
+    };
     w.Change(m, [&](Knowledge& k, Mask lanes) {
-      k.fenced.Join(k.all);
-      ForLanes(lanes, [&](uint32_t lane) { k.fenced.Add(w.Now(lane)); });
+      if (!global_only) fence(k.fenced, k, lanes);
+      if (!shared_only) fence(k.fenced_global, k, lanes);
     });
     w.Tick();
     return Outcome::kNext;
@@ -198,10 +202,13 @@ INSTRUCTION(FenceMapRelease, "fence.proxy.tensormap::generic.release", "9.7.13.4
     for (auto& [base, allocation] : w.machine.global.allocations()) {
       for (auto& [offset, slot] : allocation.slots) {
         ForLanes(m, [&, &slot = slot](uint32_t lane) {
-          slot.released = slot.released || slot.writer == w.ThreadAgent(lane);
+          if (slot.released || slot.writer != w.ThreadAgent(lane)) return;
+          slot.released = true;
+          slot.release = w.Now(lane);
         });
       }
     }
+    w.Tick();
     return Outcome::kNext;
   };
 }
@@ -213,8 +220,11 @@ INSTRUCTION(FenceMapAcquire, "fence.proxy.tensormap::generic.acquire", "9.7.13.4
   return [=](Warp& w, Mask m) {
     const uint64_t* base = w.Read(at.base, m);
     ForLanes(m, [&](uint32_t lane) {
-      w.machine.global.Find(at.Of(base, lane), 128, "tensormap fence");
-      w.cta.acquired_maps[at.Of(base, lane)].push_back(w.Now(lane));
+      const uint64_t address = at.Of(base, lane);
+      const Allocation& allocation = w.machine.global.Find(address, 128, "tensormap fence");
+      bool released = true;  // else there is nothing to acquire yet
+      const uint64_t version = allocation.MapVersion(address, &released, w.Generic(lane));
+      if (released) w.cta.acquired_maps[address].push_back({w.Now(lane), version});
     });
     w.Tick();
     return Outcome::kNext;

@@ -147,6 +147,13 @@ uint32_t OneLane(Mask m, const char* what) {
   return __builtin_ctz(m);
 }
 
+// Whether the thread knows that all tcgen05.mma of other threads of its CTA are done.
+bool OthersAreDone(const Warp& w, uint32_t lane) {
+  const Cta& cta = w.cta;
+  return cta.tensor_issuer == 0 || cta.tensor_issuer == w.ThreadAgent(lane) ||
+         w.KnowledgeOf(lane)->all.Has(cta.tensor_last);
+}
+
 // One thread issues. Of a pair, that of the even CTA: each CTA brings half of A's rows and half of
 // B's; its 128 rows of the result, of all columns, go to its own tensor memory.
 INSTRUCTION(Mma, "tcgen05.mma", "9.7.16.10.9.1 tcgen05.mma; layouts 9.7.16.10.5") {
@@ -173,8 +180,14 @@ INSTRUCTION(Mma, "tcgen05.mma", "9.7.16.10.9.1 tcgen05.mma; layouts 9.7.16.10.5"
     if (address >> 16 != 0) Raise("tensor_memory", "tcgen05.mma to lane ", address >> 16);
     if (group == 2 && w.cta.rank % 2 != 0)
       Raise("unknown", "tcgen05.mma of a pair issued by its odd CTA");
+    // It could go on where another thread's fences put it after that one's (9.7.16.6.4.3).
+    if (!OthersAreDone(w, lane)) {
+      Raise("unknown", "tcgen05.mma while those of another thread of its CTA may be under way");
+    }
     std::vector<Cta*> ctas;
     const Event event{w.cta.tensor_agent, ++w.cta.tensor_clock};
+    w.cta.tensor_last = event;
+    w.cta.tensor_issuer = w.ThreadAgent(lane);
     for (uint32_t i = 0; i < group; ++i) {
       ctas.push_back(w.cta.cluster.ctas[w.cta.rank + i].get());
       w.cta.cluster.Touch(*ctas.back(), event);
@@ -253,6 +266,12 @@ INSTRUCTION(Commit, "tcgen05.commit", "9.7.16.12.1 tcgen05.commit") {
           Raise("bounds", "tcgen05.commit to CTA ", rank, " of ", cluster.ctas.size());
         targets.push_back(cluster.ctas[rank].get());
       }
+    }
+    // It waits for what its own thread issued.
+    if (!OthersAreDone(w, lane)) {
+      Raise("race",
+            "tcgen05.commit, while tcgen05.mma of another thread may be under way, for which "
+            "it does not wait");
     }
     const Event event{w.cta.tensor_agent, ++w.cta.tensor_clock};
     for (Cta* target : targets) {

@@ -55,7 +55,7 @@ INSTRUCTION(Mma, "wgmma.mma_async.sync.aligned", "9.7.15.5.2 wgmma.mma_async") {
     for (Register r : accumulators) {
       if (add_d && w.defined[r] != ~Mask{0})
         Raise("uninitialized", "accumulator ", w.code.register_names[r], " holds no value");
-      if (w.written_at[r] > w.wgmma_fence_at) {
+      if (w.written_at[r] >= w.wgmma_fence_at) {
         Raise("registers", "accumulator ", w.code.register_names[r],
               " was written after the last wgmma.fence");
       }

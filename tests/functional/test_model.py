@@ -140,8 +140,17 @@ def test_unknown_is_an_error():
         "vadd.u32.u32.u32 %r1, %r1, %r1;",
         "add.f64 %d1, %d1, %d1;",
         "ld.shared.relaxed.gpu.b32 %r1, [smem];",
+        "mov.b128 %d1, %d0;",
+        "add.s32 %r1, %r0, %r0, %r0;",
+        "bar.sync 1, 32, 7;",
+        "mov.b64 {%h1, %h1, %h1}, %d0;",
+        "ld.global.v16.b8 {" + ", ".join(["%h1"] * 16) + "}, [%d0];",
     ):
         assert fault(program(statement), OUT) == "unknown"
+
+
+def test_empty_statements():
+    assert fault(program("; {;} ;" + store_lanes("%r0") + ";"), OUT) is None
 
 
 def test_uninitialized_registers():
@@ -253,6 +262,24 @@ def test_deadlock_says_who_waits_for_what():
     assert "mbarrier at byte 0, phase 0: 3 of 3 arrivals missing" in str(found.value)
 
 
+def test_warps_of_a_named_barrier_learn_of_its_own_generation():
+    """Warps 0 and 1 meet at barrier 1, then warps 1 and 2: what warp 1 did in between, warp 0 does not know of."""
+    body = (
+        AT
+        + """shr.u32 %r5, %r0, 5; setp.eq.b32 %p1, %r5, 0; setp.eq.b32 %p2, %r0, 32; setp.eq.b32 %p3, %r5, 1;
+        @%p1 bra FIRST; @%p3 bra SECOND; bar.sync 2, 64; bar.sync 1, 64; bra END;
+        SECOND: @%p2 st.shared.b32 [%r9], %r0; bar.sync 1, 64; {}
+        bar.sync 2, 64; bar.sync 1, 64; bra END;
+        FIRST: bar.sync 1, 64; ld.shared.b32 %r1, [%r9]; END: """
+        + store_lanes("%r0")
+    )
+    again = program(fill(body, "@%p2 st.shared.b32 [%r9], %r0;"), threads=96)
+    options = {"threads": 96, "shared": 128}
+    out = np.zeros(96, np.uint32)
+    assert fault(program(fill(body, ""), threads=96), out, **options) is None
+    assert {fault(again, out, seed=seed, **options) for seed in range(40)} == {"race"}
+
+
 # --- mbarriers --------------------------------------------------------------------------------------------------------
 
 INIT = (
@@ -352,6 +379,12 @@ def test_cluster_barrier_and_remote_arrival():
     assert kind("fence.mbarrier_init.release.cluster;", "") in ("barrier", "bounds")
     assert kind("", "barrier.cluster.arrive; barrier.cluster.arrive; barrier.cluster.wait;") == "barrier"
     assert kind("", "barrier.cluster.wait;") == "barrier"
+
+
+def test_every_wait_at_the_clusters_barrier_has_its_arrive():
+    end = "setp.eq.b32 %p3, %r20, 0; @!%p3 bra END;" + store_lanes("%r0") + " END:"
+    assert fault(program(PEER + CLUSTER_SYNC + CLUSTER_SYNC + end), OUT2, **CLUSTER) is None
+    assert fault(program(PEER + CLUSTER_SYNC + "barrier.cluster.wait;" + end), OUT2, **CLUSTER) == "barrier"
 
 
 def test_a_cta_outlives_who_writes_to_it():
@@ -475,6 +508,52 @@ def test_what_a_store_wrote_is_seen_after_it_is_written():
     assert engine_fault(ready + WAIT_READ + read) in UNORDERED
 
 
+def test_proxy_fence_of_shared_memory_is_not_one_of_global_memory():
+    lines = "".join(f"st.global.b64 [%d12+{i}], %d12;" for i in range(0, 32, 8))
+    filled = "shl.b32 %r12, %r0, 5; cvt.u64.u32 %d12, %r12; add.s64 %d12, %d12, %d0;" + lines
+    load = "bar.warp.sync -1;" + EXPECT + LOAD.replace("%d6", "%d7") + wait("%r9", 0)
+    for fence in ("fence.proxy.async;", "fence.proxy.async.global;"):
+        assert engine_fault(filled + fence + load) is None
+    for fence in ("", "fence.proxy.async.shared::cta;"):
+        assert engine_fault(filled + fence + load) == "proxy"
+    ready = FILL + "{} bar.warp.sync -1;" + STORE + WAIT_WRITTEN
+    assert engine_fault(fill(ready, "fence.proxy.async.global;")) == "proxy"
+
+
+# Two boxes in shared memory, each filled and fenced.
+FILL_TWO = (
+    FILL
+    + """add.s32 %r14, %r10, 1024; add.s32 %r15, %r12, 1024; st.shared.v4.b32 [%r15], {%r0, %r0, %r0, %r0};
+    st.shared.v4.b32 [%r15+16], {%r0, %r0, %r0, %r0}; mov.b32 %r13, 8; fence.proxy.async; bar.warp.sync -1;"""
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_lane_waits_for_its_own_stores_only(policy):
+    """All lanes are in the second store's group, only one is in the first's."""
+    both = """cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d7, {%r11, %r13}], [%r14];
+        cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0; {} setp.eq.b32 %p9, %r0, 5;
+        @%p9 st.shared.b32 [%r10], %r0; bar.warp.sync -1;"""
+    assert engine_fault(FILL_TWO + STORE + fill(both, "bar.warp.sync -1;") + WAIT_WRITTEN, policy=policy) is None
+    assert engine_fault(FILL_TWO + STORE + fill(both, "") + WAIT_WRITTEN, policy=policy) == "race"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_store_that_nobody_waits_for_is_not_forgotten(policy):
+    """However many copies come after it."""
+    load = EXPECT + LOAD.replace("[%r10]", "[%r14]") + wait("%r9", "%r41")
+    loads = f"""mov.b32 %r40, 0; mov.b32 %r41, 0; AGAIN: {load} xor.b32 %r41, %r41, 1; bar.warp.sync -1;
+        add.s32 %r40, %r40, 1; setp.lt.s32 %p10, %r40, 400; @%p10 bra AGAIN;"""
+    assert engine_fault(FILL_TWO + STORE + loads + WAIT_READ, policy=policy) is None
+    assert engine_fault(FILL_TWO + STORE + loads, policy=policy) == "race"
+
+
+def test_many_clusters_have_copies_under_way():
+    only_one = "mov.u32 %r20, %ctaid.x; setp.eq.b32 %p3, %r20, 0; and.pred %p1, %p1, %p3;"
+    body = EXPECT + LOAD + wait("%r9", 0) + only_one + STORE + WAIT_WRITTEN
+    assert engine_fault(body, ctas=200, policy="hold_loads") is None
+
+
 def test_copy_engine_wants_alignment_and_one_issuer():
     assert engine_fault(EXPECT + LOAD.replace("[%r10]", "[%r10+16]") + wait("%r9", 0)) == "alignment"
     assert engine_fault(EXPECT + LOAD.replace("[%r10]", "[%r10+3072]") + wait("%r9", 0)) == "bounds"
@@ -506,6 +585,23 @@ def test_maps_written_by_device_code_need_both_fences():
     assert engine_fault(COPY_MAP + replace + release + load + fill_out) == "proxy"
     assert engine_fault(COPY_MAP + replace + fill_out) == "proxy"
     assert engine_fault(COPY_MAP + release + acquire + replace + load + fill_out) == "proxy"
+    # What was acquired before the release is the map as it was.
+    assert engine_fault(COPY_MAP + acquire + replace + release + load + fill_out) == "proxy"
+    again = load.replace("L:", "M:").replace("bra L", "bra M").replace("D:", "E:").replace("bra D", "bra E")
+    again = again.replace(", 0;", ", 1;")
+    edited = COPY_MAP + replace + release + acquire + load + replace + release
+    assert engine_fault(edited + acquire + again + fill_out) is None
+    assert engine_fault(edited + again + fill_out) == "proxy"
+    odd = replace.replace("[a];", "[a]; add.s64 %d11, %d11, 8;")
+    assert engine_fault(COPY_MAP + odd + release + acquire + load + fill_out) == "alignment"
+    # A load reads it until it is done.
+    in_flight = load.replace("{ L:", replace + release + "{ L:")
+    assert engine_fault(COPY_MAP + replace + release + acquire + in_flight + fill_out) == "race"
+    # All of its bytes count.
+    by_two = "setp.eq.b32 %p2, %r0, 1; {}" + COPY_MAP.replace(
+        "@%p1 st.global.b64 [%d0+64]", "@%p2 st.global.b64 [%d0+64]"
+    )
+    assert engine_fault(fill(by_two, "") + replace + release + acquire + load + fill_out) == "race"
 
 
 # --- wgmma ------------------------------------------------------------------------------------------------------------
@@ -552,6 +648,10 @@ def test_wgmma_protocol(policy):
     assert (
         kind(READY + FENCE + first + COMMIT + DONE + "mov.b32 %r100, 0;" + FENCE + add + COMMIT + DONE + RESULT) is None
     )
+    assert (
+        kind(READY + FENCE + first + COMMIT + DONE + FENCE + "mov.b32 %r100, 0;" + add + COMMIT + DONE + RESULT)
+        == "registers"
+    )
     # The operands may be written again when it is done, not before.
     overwrite = "bar.sync 1, 128; st.shared.b32 [%r12], %r13;"
     assert kind(READY + FENCE + first + COMMIT + DONE + overwrite + RESULT) is None
@@ -560,6 +660,23 @@ def test_wgmma_protocol(policy):
         "setp.lt.s32 %p7, %r0, 32; @%p7 bra SKIP;" + FENCE + first + COMMIT + DONE + "SKIP: mov.b32 %r100, 0;" + RESULT
     )
     assert kind(READY + skipping) == "registers"
+
+
+@pytest.mark.parametrize("policy", ["random", "lazy", "hold_matrix"])
+def test_a_wgmma_does_not_hide_a_threads_read(policy):
+    """Its end tells the other lanes of its own reads, not of what a lane read before."""
+    separate = """add.s64 %d11, %d10, 1024; add.s32 %r12, %r12, 16384;""" + "".join(
+        f"st.shared.v4.b32 [%r12+{i}], {{%r13, %r13, %r13, %r13}};" for i in range(0, 128, 16)
+    )
+    body = (
+        WGMMA_START + separate + READY + "setp.eq.b32 %p7, %r0, 0; setp.eq.b32 %p8, %r0, 5; @%p7 ld.shared.b32 %r60, [%r10];"
+        + FENCE + fill(MMA, "%p6").replace("%d10, %d10", "%d10, %d11") + COMMIT + DONE
+        + "{} @%p8 st.shared.b32 [%r10], %r13;" + RESULT
+    )  # fmt: skip
+    options = {"threads": 128, "shared": 1024 + 32768, "policy": policy}
+    out = np.zeros(128, np.uint32)
+    assert fault(program(fill(body, "bar.warp.sync -1;"), threads=128), out, **options) is None
+    assert fault(program(fill(body, ""), threads=128), out, **options) == "race"
 
 
 # --- tensor memory ----------------------------------------------------------------------------------------------------
@@ -624,6 +741,22 @@ def test_tensor_memory_protocol(policy):
     assert kind(first + TENSOR_COMMIT + done + AFTER + others + TENSOR_FREE) == "tensor_memory"
     everyone = first.replace("@%p1 ", "")
     assert kind(everyone + TENSOR_COMMIT + done + load + TENSOR_FREE) == "unknown"
+
+
+@pytest.mark.parametrize("policy", ["random", "lazy", "hold_matrix"])
+def test_a_commit_waits_for_its_own_threads_matrix_operations(policy):
+    first, add, done = fill(TENSOR_MMA, "%p6"), fill(TENSOR_MMA, "%p5"), wait("%r40", 0)
+    end = done + AFTER + TENSOR_LOAD + LOADED + BEFORE + TENSOR_FREE
+    other = "setp.eq.b32 %p7, %r0, 32;"
+    sync = BEFORE + "bar.sync 1, 128;" + AFTER
+    by_another = TENSOR_COMMIT.replace("%p1", "%p7")
+    assert tensor_fault(other + first + sync + by_another + end, policy=policy) == "race"
+    # Two threads' operations on the same accumulators.
+    handed_over = first + sync + add.replace("%p1", "%p7") + by_another
+    assert tensor_fault(other + handed_over + end, policy=policy) == "unknown"
+    again = wait("%r40", 1).replace("L:", "M:").replace("bra L", "bra M").replace("D:", "E:").replace("bra D", "bra E")
+    one_by_one = first + TENSOR_COMMIT + done + sync + add.replace("%p1", "%p7") + by_another
+    assert tensor_fault(other + one_by_one + end.replace(done, again), policy=policy) is None
 
 
 def test_tensor_memory_allocation():
