@@ -74,7 +74,7 @@ MISTAKES = {
         "epilogue",
         "box_rows - (row_end - row), 0)",
         "box_rows - (row_end - row) - 1, 0)",
-        {"race", "result"},
+        {"bounds", "race", "result"},
     ),
     "a stage is released while it is still multiplied": (
         HOPPER,
