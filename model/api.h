@@ -45,7 +45,7 @@ void model_coverage(const char* name, int32_t* lines, uint64_t* executed);
 /* Statistics of all launches since the last call, a line "key value" each; clears them. */
 const char* model_statistics(void);
 
-/* The matrix unit and the tensor map's layout by themselves. */
+/* The matrix unit by itself. */
 void model_multiply_add(const uint16_t* a, int m, const uint16_t* b, int n, float* d, int add_d);
 
 #ifdef __cplusplus

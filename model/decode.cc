@@ -32,10 +32,18 @@ bool IsNumber(const std::string& text) {
 }
 
 int64_t Number(const std::string& text) {
-  if (text.rfind("0f", 0) == 0 || text.rfind("0F", 0) == 0)
-    return std::stoull(text.substr(2), nullptr, 16);
-  if (text[0] == '-') return std::stoll(text, nullptr, 0);
-  return static_cast<int64_t>(std::stoull(text, nullptr, 0));
+  const bool is_float = text.rfind("0f", 0) == 0 || text.rfind("0F", 0) == 0;
+  const std::string digits = is_float ? text.substr(2) : text;
+  size_t end = 0;
+  int64_t value = 0;
+  try {
+    value = digits[0] == '-' ? std::stoll(digits, &end, 0)
+                             : static_cast<int64_t>(std::stoull(digits, &end, is_float ? 16 : 0));
+  } catch (const std::exception&) {
+    end = 0;
+  }
+  if (end != digits.size() || (is_float && digits.size() != 8)) Raise("unknown", "number ", text);
+  return value;
 }
 
 }  // namespace
@@ -65,12 +73,14 @@ std::string Decoder::Next() {
 
 void Decoder::Done() const {
   if (at_ < statement_.modifiers.size()) Unknown("." + statement_.modifiers[at_]);
-  if (operands_ < statement_.operands.size()) Unknown("operand " + statement_.operands[operands_]);
+  for (size_t i = 0; i < statement_.operands.size(); ++i) {
+    if (!(operands_ >> i & 1)) Unknown("operand " + statement_.operands[i]);
+  }
 }
 
 const std::string& Decoder::Text(size_t i) const {
   if (i >= statement_.operands.size()) Unknown("a missing operand");
-  operands_ = std::max(operands_, i + 1);
+  operands_ |= uint64_t{1} << i;
   return statement_.operands[i];
 }
 
@@ -196,7 +206,12 @@ std::shared_ptr<const Code> Decode(const std::string& ptx) {
     for (char c : opcode) taken += c == '.';
     decoder.Skip(taken);
     Instruction instruction;
-    instruction.execute = rule->second.decode(decoder);
+    try {
+      instruction.execute = rule->second.decode(decoder);
+    } catch (const Fault& fault) {
+      if (std::string(fault.what()).find("line ") != std::string::npos) throw;
+      decoder.Unknown(fault.what());
+    }
     instruction.branch = opcode == "bra";
     instruction.wait = opcode == "mbarrier.try_wait.parity";
     instruction.statement = &statement;

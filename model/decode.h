@@ -3,6 +3,7 @@
 #ifndef MODEL_DECODE_H_
 #define MODEL_DECODE_H_
 
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <type_traits>
@@ -60,11 +61,11 @@ class Decoder {
   Code& code_;
   const Statement& statement_;
   size_t at_ = 0;
-  mutable size_t operands_ = 0;  // up to here they were looked at
+  mutable uint64_t operands_ = 0;  // that were looked at
 };
 
 struct Rule {
-  const char* isa;
+  const char* isa;  // the section that it implements
   Execute (*decode)(Decoder&);
 };
 
@@ -74,18 +75,15 @@ std::map<std::string, Rule>& Rules();
 
 struct Registration {
   Registration(const char* opcode, const char* isa, Execute (*decode)(Decoder&)) {
-    Rules()[opcode] = {isa, decode};
+    if (!Rules().emplace(opcode, Rule{isa, decode}).second) std::abort();  // defined twice
   }
 };
 
-// INSTRUCTION(name, "opcode", "section of the PTX ISA") { ... return Execute; }. Several opcodes
-// may share a body: ALSO.
+// INSTRUCTION(name, "opcode", "section of the PTX ISA") { ... return Execute; }.
 #define INSTRUCTION(name, opcode, isa)                              \
   static Execute name(Decoder& d);                                  \
   static const Registration registration_##name(opcode, isa, name); \
   static Execute name([[maybe_unused]] Decoder& d)
-#define ALSO(tag, name, opcode, isa) \
-  static const Registration registration_##name##_##tag(opcode, isa, name);
 
 // --- helpers of the instructions that compute lane by lane ---
 

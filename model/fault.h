@@ -9,9 +9,7 @@
 
 namespace model {
 
-// Kinds by which a report is counted: "race", "deadlock", "bounds", "uninitialized", "barrier",
-// "proxy", "tensor_memory", "alignment", "registers", "limit", "unknown" (an instruction or form
-// not modelled).
+// Kinds by which a report is counted: docs/functional_model.md lists them.
 class Fault : public std::runtime_error {
  public:
   Fault(std::string kind, const std::string& what)

@@ -249,7 +249,9 @@ uint64_t Warp::Run(uint64_t budget) {
       }
     }
     const uint32_t pc = current->pc;
+    machine.issuer = this;
     const Outcome outcome = m == 0 ? Outcome::kNext : instruction.execute(*this, m);
+    machine.issuer = nullptr;
     switch (outcome) {
       case Outcome::kBlocked:
         fragments[pick].blocked = true;
@@ -305,14 +307,21 @@ Cta::Cta(Cluster& cluster, uint32_t rank)
       shared(kSharedBytes),
       shared_written(kSharedBytes),
       shared_barrier(kSharedBytes / 4),
-      shared_shadow(Text("shared memory of CTA ", rank, " of cluster ", cluster.index),
-                    kSharedBytes / 4, machine.agents),
+      shared_shadow(
+          [this](size_t word) {
+            return Text("byte ", word * 4 - kSharedBase, " of shared memory of CTA ", this->rank,
+                        " in cluster ", this->cluster.index);
+          },
+          kSharedBytes / 4, machine.agents),
       tensor(machine.code->program.arch >= 100 ? kTensorLanes * kTensorColumns : 0),
       tensor_written(tensor.size()),
-      tensor_shadow(Text("tensor memory of CTA ", rank, " of cluster ", cluster.index),
-                    tensor.size(), machine.agents) {
-  free_registers = 0;  // what the launch leaves over is not given out
-}
+      tensor_shadow(
+          [this](size_t word) {
+            return Text("lane ", word / kTensorColumns, ", column ", word % kTensorColumns,
+                        " of tensor memory of CTA ", this->rank, " in cluster ",
+                        this->cluster.index);
+          },
+          tensor.size(), machine.agents) {}
 
 void Cta::CheckShared(uint32_t offset, uint32_t bytes, uint32_t align, const char* access) const {
   if (exited) Raise("bounds", access, ": CTA ", rank, ", whose shared memory it is, has exited");
@@ -448,6 +457,11 @@ void Cluster::Touch(Cta& cta, Event by) {
 
 void Cluster::Post(Operation::Queue queue, uint32_t lane, std::string what,
                    std::function<void()> effect, std::vector<Agent> slots) {
+  if (machine.issuer != nullptr) {
+    const Fragment& at = *machine.issuer->current;
+    what += Text(", issued by warp ", machine.issuer->index, ", line ",
+                 machine.code->instructions[at.pc].statement->line);
+  }
   machine.operations.push_back({queue, lane, std::move(effect), std::move(what), std::move(slots)});
 }
 

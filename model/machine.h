@@ -274,7 +274,7 @@ struct Cta {
   Agent tensor_issuer = 0;
 
   std::vector<std::vector<uint64_t>> wgmma_issued;  // per warpgroup: what its warps must all issue
-  int64_t free_registers = 0;
+  int64_t free_registers = 0;                       // what the launch leaves over is not given out
 };
 
 struct Cluster {
@@ -359,7 +359,8 @@ struct Machine {
   uint32_t leader;        // elect.sync picks the leader-th lane of those that may be
   uint64_t progress = 1;  // grows with whatever may wake a warp
   uint64_t statements = 0;
-  bool give_up_waits = false;  // mbarrier.try_wait returns false instead of waiting on
+  const Warp* issuer = nullptr;  // whose statement is being executed
+  bool give_up_waits = false;    // mbarrier.try_wait returns false instead of waiting on
   std::vector<std::unique_ptr<Cluster>> clusters;
   std::vector<Operation> operations;
   std::vector<uint64_t> executed;  // per statement: how often, by any warp

@@ -30,8 +30,8 @@ std::vector<uint16_t> Fetch(Cta& cta, const SharedMatrix& matrix, uint32_t first
 // D (m, n) = A (m, kK) B (n, kK)^T + D, or without D. BF16 in, float32 out and in between, as the
 // matrix unit of an H200 rounds: each product, and D, is cut to a multiple of 2^(e - 25), where e
 // is the greatest exponent among them, a product's being the sum of its factors'; the sum is exact,
-// and cut to 24 bits. Found by experiment; the record of the H200's results that the tests compare
-// is that. Of Blackwell's matrix unit this is not known.
+// and cut to 24 bits. Found by experiment; h200_matrix_unit.npz holds results. Of Blackwell's
+// matrix unit this is not known.
 void MultiplyAdd(const uint16_t* a, int m, const uint16_t* b, int n, float* d, bool add_d);
 
 }  // namespace model

@@ -10,10 +10,9 @@ void Shadow::Race(const char* what, size_t word, Event earlier, bool earlier_wri
                   const Actor& actor) const {
   const bool only_fence =
       earlier_write && generic && actor.async && actor.knowledge->all.Has(earlier);
-  Raise(only_fence ? "proxy" : "race", memory_, " byte 0x", std::hex, word * 4, std::dec, ": ",
-        what, " by ", agents_.Name(actor.event), " is not ordered after the ",
-        earlier_write ? "write" : "read", " by ", agents_.Name(earlier),
-        only_fence ? ": no fence.proxy.async between them" : "");
+  Raise(only_fence ? "proxy" : "race", place_(word), ": ", what, " by ", agents_.Name(actor.event),
+        " is not ordered after the ", earlier_write ? "write" : "read", " by ",
+        agents_.Name(earlier), only_fence ? ": no fence.proxy.async between them" : "");
 }
 
 void Shadow::CheckReads(const Cell& cell, size_t word, const Actor& actor) const {
@@ -150,7 +149,10 @@ void Allocation::Read(uint64_t address, uint64_t size, void* into, const Actor& 
     }
   }
   if (writable) {
-    if (!shadow) shadow = std::make_unique<Shadow>(name, (bytes.size() + 3) / 4, *agents);
+    if (!shadow)
+      shadow = std::make_unique<Shadow>(
+          [this](size_t word) { return Text("byte ", word * 4, " of ", name); },
+          (bytes.size() + 3) / 4, *agents);
     shadow->Read(offset / 4, (offset % 4 + size + 3) / 4, actor);
   }
   std::copy_n(bytes.begin() + offset, size, static_cast<uint8_t*>(into));
@@ -160,7 +162,10 @@ void Allocation::Write(uint64_t address, uint64_t size, const void* from, const 
   const uint64_t offset = address - base;
   if (!writable) Raise("bounds", "write to byte ", offset, " of ", name, ", which is only read");
   CheckNotAtomic(offset, size);
-  if (!shadow) shadow = std::make_unique<Shadow>(name, (bytes.size() + 3) / 4, *agents);
+  if (!shadow)
+    shadow = std::make_unique<Shadow>(
+        [this](size_t word) { return Text("byte ", word * 4, " of ", name); },
+        (bytes.size() + 3) / 4, *agents);
   shadow->Write(offset / 4, (offset % 4 + size + 3) / 4, actor);
   std::copy_n(static_cast<const uint8_t*>(from), size, bytes.begin() + offset);
   std::fill_n(written.begin() + offset, size, 1);

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -19,8 +20,9 @@ namespace model {
 // word.
 class Shadow {
  public:
-  Shadow(std::string memory, size_t words, const Agents& agents)
-      : memory_(std::move(memory)),
+  // place: what a word is called in reports.
+  Shadow(std::function<std::string(size_t word)> place, size_t words, const Agents& agents)
+      : place_(std::move(place)),
         agents_(agents),
         whole_((words + kWords - 1) / kWords),
         split_(whole_.size()) {}
@@ -56,7 +58,7 @@ class Shadow {
   void CheckReads(const Cell& cell, size_t word, const Actor& actor) const;
   void DropReads(Cell& cell);
 
-  std::string memory_;
+  std::function<std::string(size_t)> place_;
   Agents agents_;
   std::vector<Cell> whole_;
   std::vector<std::unique_ptr<std::array<Cell, kWords>>> split_;  // null: the chunk is whole

@@ -61,7 +61,6 @@ class Clocks {
     if (clock < e.clock) clock = e.clock;
   }
   void Join(const Clocks& other);
-  void Reset() { clocks_.assign(clocks_.size(), 0); }
 
  private:
   uint32_t cluster_ = 0;

@@ -46,15 +46,15 @@ INSTRUCTION(Sub, "sub", "9.7.1.2 sub") {
   });
 }
 
-INSTRUCTION(Min, "min", "9.7.1.11 min") {
+INSTRUCTION(Min, "min", "9.7.1 min") {
   return Integer(d, [](auto a, auto b) { return std::min(a, b); });
 }
 
-INSTRUCTION(Max, "max", "9.7.1.12 max") {
+INSTRUCTION(Max, "max", "9.7.1 max") {
   return Integer(d, [](auto a, auto b) { return std::max(a, b); });
 }
 
-INSTRUCTION(Neg, "neg.s32", "9.7.1.11 neg") {
+INSTRUCTION(Neg, "neg.s32", "9.7.1 neg") {
   return Lanewise<uint32_t>(d.Dest(0), d.Source(1), [](uint32_t a) { return 0 - a; });
 }
 
@@ -108,7 +108,7 @@ INSTRUCTION(Mul, "mul", "9.7.1.3 mul") {
         return Lanewise<T>(out, a, b, [](T x, T y) { return Wide<T>{x} * Wide<T>{y}; });
       if (half == "hi") {
         return Lanewise<T>(out, a, b, [](T x, T y) {
-          return static_cast<T>((int64_t{x} * int64_t{y}) >> (8 * sizeof(T)));
+          return static_cast<T>(Wide<T>{x} * Wide<T>{y} >> 8 * sizeof(T));
         });
       }
     }

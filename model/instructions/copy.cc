@@ -95,7 +95,7 @@ Box BoxAt(const TensorMap& map, const std::vector<int64_t>& at) {
   return box;
 }
 
-// Where byte `i` of a box lies, in units of 16 bytes.
+// Where byte `i` of a box lies; chunks of 16 bytes stay together.
 uint32_t Place(const Box& box, uint32_t shared, uint32_t i) {
   return Swizzled(shared + i, box.map.swizzle);
 }

@@ -7,17 +7,19 @@
 namespace model {
 namespace {
 
-// The register's value after a load: zero- or sign-extended to it (9.4.1, operand size exceeding
-// instruction-type size).
-uint64_t Extended(uint64_t bits, const std::string& type) {
-  if (type == "s8") return static_cast<uint16_t>(static_cast<int8_t>(bits));
-  return bits;
-}
-
 struct Vector {
   uint32_t elements, bytes;  // bytes: of an element
   std::string type;
 };
+
+// The register's value after a load: zero- or sign-extended to it (9.4.1, operand size exceeding
+// instruction-type size).
+uint64_t Extended(uint64_t bits, const Vector& v) {
+  if (v.type[0] != 's' || v.bytes == 8) return bits;
+  const uint32_t shift = 64 - 8 * v.bytes;
+  // To 64 bits: who reads a narrower register takes its low bits.
+  return static_cast<uint64_t>(static_cast<int64_t>(bits << shift) >> shift);
+}
 
 // [.weak].vec.type
 Vector VectorOf(Decoder& d) {
@@ -66,7 +68,7 @@ Execute Load(Decoder& d, Reader read) {
       for (uint32_t i = 0; i < v.elements; ++i) {
         uint64_t bits = 0;
         std::memcpy(&bits, buffer + i * v.bytes, v.bytes);
-        values[i][lane] = Extended(bits, v.type);
+        values[i][lane] = Extended(bits, v);
       }
     });
     for (uint32_t i = 0; i < v.elements; ++i) {
@@ -193,7 +195,7 @@ INSTRUCTION(StAsync, "st.async", "9.7.9.12 st.async") {
   if (!d.Take("shared::cluster") || !d.Take("mbarrier::complete_tx::bytes"))
     d.Unknown("st.async of this form");
   const Vector v = VectorOf(d);
-  if (v.bytes < 4) d.Unknown("st.async of this type");
+  if (v.bytes < 4 || v.elements > 4) d.Unknown("st.async of this type");
   const Address at = d.At(0), barrier = d.At(2);
   const std::vector<Register> from = d.Sources(1);
   if (from.size() != v.elements) d.Unknown("a vector of this size");

@@ -117,6 +117,18 @@ def work(variant, case):
 
 
 def run(variant, problem, case, i, policy, seed):
+    """
+    Raises:
+      device.Fault: that says how to have it again.
+    """
+    try:
+        _run(variant, problem, case, i, policy, seed)
+    except device.Fault as fault:
+        again = f"problem {problem.name!r}, policy {policy!r}, seed {seed}; lines are those of {variant.name}.ptx"
+        raise device.Fault(fault.kind, f"{fault.report}\n({again})") from None
+
+
+def _run(variant, problem, case, i, policy, seed):
     device.statistics()
     got = device.forward(
         variant,

@@ -145,8 +145,20 @@ def test_unknown_is_an_error():
         "bar.sync 1, 32, 7;",
         "mov.b64 {%h1, %h1, %h1}, %d0;",
         "ld.global.v16.b8 {" + ", ".join(["%h1"] * 16) + "}, [%d0];",
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v8.b32 [%r0], {" + ", ".join(["%r0"] * 8) + "}, [%r0];",
+        "mov.b64 %d1, 0d3FF0000000000000;",
+        "add.s32 %r1, %r0, 12abc;",
+        "ld.shared.b32 %r1, [%r0+%r0];",
     ):
         assert fault(program(statement), OUT) == "unknown"
+
+
+def test_signed_loads_are_extended():
+    text = program(
+        "mov.b32 %r1, 0xff80; setp.eq.b32 %p1, %r0, 0; @%p1 st.global.b32 [%d0], %r1; bar.warp.sync -1; ld.global.s8 %r2, [%d0];"
+        "ld.global.s16 %r3, [%d0]; bar.warp.sync -1; add.s32 %r3, %r3, %r2;" + store_lanes("%r3")
+    )
+    np.testing.assert_array_equal(run(text, OUT).view(np.int32), -256)
 
 
 def test_empty_statements():

@@ -52,6 +52,8 @@ def main():
     variants = [v for arch in config.TILES for v in config.variants(arch)]
     if names:
         chosen = [variant for variant in variants if variant.name in names]
+        if len(chosen) < len(names):
+            sys.exit("no such kernel; build/aot has their names")
     else:
         chosen = [
             v

@@ -13,6 +13,8 @@ def main():
     aot = pathlib.Path(os.environ.get("BUILD", "build"), "aot")
     facts = {kernel["name"]: kernel for kernel in json.loads((aot / "manifest.json").read_text())["kernels"]}
     questions = [question for question in proofs.questions() if all(word in str(question) for word in sys.argv[1:])]
+    if not questions:
+        sys.exit(f"no question contains all of: {' '.join(sys.argv[1:])}")
     failed, begin = [], time.monotonic()
     for i, question in enumerate(questions):
         print(f"[{i + 1}/{len(questions)}] {question}", end=" ", flush=True)
