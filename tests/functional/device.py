@@ -200,57 +200,72 @@ class Memory:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-def forward(variant, case, *, dynamic=False, clusters=2, policy="random", seed=0, b_ptrs=None):
-    """What the library's call of this variant computes for an `oracle.Case`: D, or (D, C).
+LOOSE = ("offsets", "alpha", "prob", "bias", "b_ptrs")  # operands that need only their element's alignment
 
-    clusters: that the device runs at once. b_ptrs: of kernels that take one address per expert, how: "memory" or "value".
+
+def library_call(variant, case, dynamic, b_ptrs, put, new):
+    """The library's call of this variant for an `oracle.Case`, on a device with put(name, array) and new(name, bytes).
+
+    b_ptrs: of kernels that take one address per expert, how: "memory" or "value".
+
+    Returns:
+      call: whose arrays on the host, in `call.keep`, live as long as it.
+      outputs: [(name, address, shape, dtype)] of D, and of C where there is one.
+    """
+    m, k = case.a.shape
+    l, n = case.offsets.size, case.b.shape[1 if case.b_major == "k" else 2]
+    call = direct.LibraryCall(struct_size=ctypes.sizeof(direct.LibraryCall))
+    setattr(call, f"sm{variant.arch}", variant.name.encode())
+    call.b_major, call.d_dtype = case.b_major.encode(), case.d_dtype.encode()
+    call.m, call.n, call.k, call.l, call.dynamic = m, n, k, l, dynamic
+    call.a, call.offsets = put("a", case.a), put("offsets", case.offsets)
+    if variant.weights == "dense":
+        call.weights, call.b = b"dense", put("b", case.b)
+    else:
+        addresses = [put(f"b[{i}]", case.b[i]) for i in range(l)]
+        if b_ptrs == "value":
+            call.keep = (ctypes.c_uint64 * l)(*addresses)
+            call.weights = b"tuple"
+            call.weight_addresses = ctypes.cast(call.keep, ctypes.POINTER(ctypes.c_uint64))
+        else:
+            call.weights, call.b = b"pointers", put("b_ptrs", np.array(addresses, np.uint64))
+    for operand in ("alpha", "prob"):
+        if (array := getattr(case, operand)) is not None:
+            setattr(call, operand, put(operand, array))
+    if case.bias is not None:
+        call.bias_dtype, call.bias = case.bias.dtype.name.encode(), put("bias", case.bias)
+    scratch = (0 if variant.weights == "dense" else 128 * l) + (128 if dynamic else 0)
+    if scratch:
+        call.scratch = new("scratch", scratch)
+    outputs = []
+    for name, dtype in {"d": case.d_dtype, **({"c": case.c_dtype} if case.generate_c else {})}.items():
+        setattr(call, f"{name}_dtype", dtype.encode())
+        dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        setattr(call, name, new(name, m * n * dtype.itemsize))
+        outputs.append((name, getattr(call, name), (m, n), dtype))
+    return call, outputs
+
+
+def forward(variant, case, *, dynamic=False, clusters=2, policy="random", seed=0, b_ptrs=None):
+    """What `library_call` computes on the model: D, or (D, C). clusters: that the device runs at once.
 
     Raises:
       Fault: what the kernel did wrong.
     """
-    model, m, k = _model(), *case.a.shape
-    l, n = case.offsets.size, case.b.shape[1 if case.b_major == "k" else 2]
-    major = variant.arch // 10
-    model.model_device(major, 0, clusters)
+    _model().model_device(variant.arch // 10, 0, clusters)
     schedule(policy, seed)
     with Memory() as memory:
-        call = direct.LibraryCall(struct_size=ctypes.sizeof(direct.LibraryCall))
-        setattr(call, f"sm{variant.arch}", variant.name.encode())
-        call.b_major, call.d_dtype = case.b_major.encode(), case.d_dtype.encode()
-        call.m, call.n, call.k, call.l, call.dynamic = m, n, k, l, dynamic
-        call.a = memory.put("a", case.a)
-        call.offsets = memory.put("offsets", case.offsets, align=64, skew=4)
-        keep = None
-        if variant.weights == "dense":
-            call.weights, call.b = b"dense", memory.put("b", case.b)
-        else:
-            addresses = np.array([memory.put(f"b[{i}]", case.b[i]) for i in range(l)], np.uint64)
-            if b_ptrs == "value":
-                keep = (ctypes.c_uint64 * l)(*addresses.tolist())
-                call.weights = b"tuple"
-                call.weight_addresses = ctypes.cast(keep, ctypes.POINTER(ctypes.c_uint64))
-            else:
-                call.weights, call.b = b"pointers", memory.put("b_ptrs", addresses, align=64, skew=8)
-        for operand in ("alpha", "prob"):
-            if (array := getattr(case, operand)) is not None:
-                setattr(call, operand, memory.put(operand, array, align=64, skew=4))
-        if case.bias is not None:
-            call.bias_dtype = case.bias.dtype.name.encode()
-            call.bias = memory.put("bias", case.bias, align=64, skew=case.bias.dtype.itemsize)
-        scratch = (0 if variant.weights == "dense" else 128 * l) + (128 if dynamic else 0)
-        if scratch:
-            call.scratch = memory.new("scratch", scratch, 128)
-        d_dtype = np.dtype(getattr(ml_dtypes, case.d_dtype, case.d_dtype))
-        call.d = memory.new("d", m * n * d_dtype.itemsize)
-        if case.generate_c:
-            c_dtype = np.dtype(getattr(ml_dtypes, case.c_dtype, case.c_dtype))
-            call.c_dtype, call.c = case.c_dtype.encode(), memory.new("c", m * n * c_dtype.itemsize)
+
+        def put(name, array):
+            return memory.put(name, array, align=64, skew=array.itemsize) if name in LOOSE else memory.put(name, array)
+
+        call, outputs = library_call(variant, case, dynamic, b_ptrs, put, memory.new)
         error = _library().jgg_forward(ctypes.byref(call))
         check_launches()
         if error is not None:
             raise RuntimeError(error.decode())
-        d = memory.get(call.d, (m, n), d_dtype)
-        return (d, memory.get(call.c, (m, n), c_dtype)) if case.generate_c else d
+        got = tuple(memory.get(address, shape, dtype) for _, address, shape, dtype in outputs)
+        return got if case.generate_c else got[0]
 
 
 # --- comparison -------------------------------------------------------------------------------------------------------

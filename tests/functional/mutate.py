@@ -66,7 +66,7 @@ def flip_parity(s):
     if match := re.match(r"mbarrier\.try_wait\S+ P1, (\[[^]]*\]), ([^,]+),", s):
         parity = match[2]
         if parity.startswith("%"):
-            yield f"{{ .reg .b32 mutated; xor.b32 mutated, {parity}, 1; {s.replace(', ' + parity + ',', ', mutated,')} }}"
+            yield _with(parity, "xor.b32 mutated, {}, 1;", s)
         else:
             yield s.replace(f", {parity},", f", {1 - int(parity)},")
 
@@ -79,13 +79,13 @@ def arrive_count(s):
 def init_count(s):
     if match := re.match(r"mbarrier\.init\S+\s+\[[^]]*\], (%r\d+);", s):
         for change in (1, -1):
-            yield f"{{ .reg .b32 mutated; add.s32 mutated, {match[1]}, {change}; {s.replace(match[1] + ';', 'mutated;')} }}"
+            yield _with(match[1], f"add.s32 mutated, {{}}, {change};", s)
 
 
 def expected_bytes(s):
     if match := re.match(r"mbarrier\.arrive\.expect_tx\S+ [^,]+, \[[^]]*\], (%r\d+);", s):
         for change in (16, -16):
-            yield f"{{ .reg .b32 mutated; add.s32 mutated, {match[1]}, {change}; {s.replace(match[1] + ';', 'mutated;')} }}"
+            yield _with(match[1], f"add.s32 mutated, {{}}, {change};", s)
 
 
 def wait_fewer(s):

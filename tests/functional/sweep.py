@@ -14,7 +14,6 @@ BIASES = (None, "float32", "bfloat16", "float16")
 DTYPES_16 = ("bfloat16", "float16")
 # In which order things happen: see model/machine.h. A warp that is starved runs only when no other can.
 POLICIES = ("eager", "lazy", "hold_loads", "hold_stores", "hold_matrix")
-WARPS = {90: 12, 100: 7}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +95,7 @@ def schedules(variant, i):
     """Policies for a variant's i-th problem: at random, and for all but the longest one of the rest in turn."""
     if i == 1:
         return ("random",)
-    every = [*POLICIES, *(f"starve{warp}" for warp in range(WARPS[variant.arch]))]
+    every = [*POLICIES, *(f"starve{warp}" for warp in range(device.facts(variant.name)["threads"] // 32))]
     return "random", every[zlib.crc32(f"{variant.name} {i}".encode()) % len(every)]
 
 

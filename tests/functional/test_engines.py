@@ -18,6 +18,11 @@ ONE_BARRIER = """mov.b32 %r9, smem; setp.eq.b32 %p1, %r0, 0; add.s32 %r10, %r9, 
     @%p1 mbarrier.init.shared.b64 [%r9], {}; fence.mbarrier_init.release.cluster; bar.sync 0;"""
 
 
+def expecting(nbytes):
+    """The barrier counts these bytes; the first thread goes on to load them, the others to W."""
+    return fill(ONE_BARRIER, 1) + fill("@!%p1 bra W; mbarrier.arrive.expect_tx.shared.b64 _, [%r9], {}; ", nbytes)
+
+
 def dump(words, threads=32):
     """out[i] = word i of shared memory after byte 1024."""
     return fill(
@@ -66,8 +71,7 @@ def test_tensor_load(run, rng, swizzle, start):
     box = (16, columns)
     nbytes = 16 * columns * 2
     body = (
-        fill(ONE_BARRIER, 1)
-        + fill("@!%p1 bra W; mbarrier.arrive.expect_tx.shared.b64 _, [%r9], {}; ", nbytes)
+        expecting(nbytes)
         + fill(
             """mov.b32 %r11, {}; mov.b32 %r12, {}; mov.b64 %d5, map_a; cvta.param.u64 %d6, %d5;
             cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r10], [%d6, {%r11, %r12}], [%r9];
@@ -95,8 +99,7 @@ def test_tensor_load_of_rank_3(run, rng, start):
     box = (2, 8, 32)
     nbytes = 2 * 8 * 32 * 4
     body = (
-        fill(ONE_BARRIER, 1)
-        + fill("@!%p1 bra W; mbarrier.arrive.expect_tx.shared.b64 _, [%r9], {}; ", nbytes)
+        expecting(nbytes)
         + fill(
             "mov.b32 %r11, {}; mov.b32 %r12, {}; mov.b32 %r13, {}; mov.b64 %d5, map_a; cvta.param.u64 %d6, %d5;",
             *start[::-1],

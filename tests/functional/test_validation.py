@@ -5,7 +5,6 @@ import json
 
 import device
 import jax
-import ml_dtypes
 import numpy as np
 import ptx
 import pytest
@@ -36,52 +35,24 @@ def test_hardware_gives_the_recorded_results(variant):
 def on_the_gpu(variant, case, dynamic, b_ptrs):
     """The same call of the library as `device.forward` makes, on the first GPU."""
     gpu = jax.devices("cuda")[0]
-    keep = []
+    arrays = {}
 
-    def put(array):
-        keep.append(jax.device_put(array, gpu).block_until_ready())
-        return keep[-1].unsafe_buffer_pointer()
+    def put(name, array):
+        if array.dtype == np.uint64:  # passes through JAX's default types as pairs of 32 bits
+            array = array.view(np.uint32)
+        arrays[name] = jax.device_put(array, gpu).block_until_ready()
+        return arrays[name].unsafe_buffer_pointer()
 
-    def output(dtype):
-        put(np.full((m, n), np.nan, dtype))
-        return keep[-1]
+    def new(name, nbytes):
+        return put(name, np.full(nbytes, 0xFF, np.uint8))  # NaN in every type
 
-    m, k = case.a.shape
-    l, n = case.offsets.size, case.b.shape[1 if case.b_major == "k" else 2]
-    call = direct.LibraryCall(struct_size=ctypes.sizeof(direct.LibraryCall))
-    call.sm90 = variant.name.encode()
-    call.b_major, call.d_dtype = case.b_major.encode(), case.d_dtype.encode()
-    call.m, call.n, call.k, call.l, call.dynamic = m, n, k, l, dynamic
-    call.a, call.offsets = put(case.a), put(case.offsets)
-    if variant.weights == "dense":
-        call.weights, call.b = b"dense", put(case.b)
-    else:
-        addresses = [put(case.b[i]) for i in range(l)]
-        if b_ptrs == "value":
-            keep.append((ctypes.c_uint64 * l)(*addresses))
-            call.weights = b"tuple"
-            call.weight_addresses = ctypes.cast(keep[-1], ctypes.POINTER(ctypes.c_uint64))
-        else:
-            # 64-bit integers pass through JAX's default types as pairs of 32.
-            call.weights, call.b = b"pointers", put(np.array(addresses, np.uint64).view(np.uint32))
-    for operand in ("alpha", "prob"):
-        if (array := getattr(case, operand)) is not None:
-            setattr(call, operand, put(array))
-    if case.bias is not None:
-        call.bias_dtype, call.bias = case.bias.dtype.name.encode(), put(case.bias)
-    scratch = (0 if variant.weights == "dense" else 128 * l) + (128 if dynamic else 0)
-    if scratch:
-        call.scratch = put(np.full(scratch, 0xEE, np.uint8))
-    d = output(getattr(ml_dtypes, case.d_dtype, case.d_dtype))
-    call.d = d.unsafe_buffer_pointer()
-    if case.generate_c:
-        c = output(getattr(ml_dtypes, case.c_dtype, case.c_dtype))
-        call.c_dtype, call.c = case.c_dtype.encode(), c.unsafe_buffer_pointer()
+    call, outputs = device.library_call(variant, case, dynamic, b_ptrs, put, new)
     with direct.PrimaryContext(0):
         error = direct._library().jgg_forward(ctypes.byref(call))
     assert error is None, error
     direct.synchronize(0, 0)
-    return (np.asarray(d), np.asarray(c)) if case.generate_c else np.asarray(d)
+    got = tuple(np.asarray(arrays[name]).view(dtype).reshape(shape) for name, _, shape, dtype in outputs)
+    return got if case.generate_c else got[0]
 
 
 def _maps_differ(driver):

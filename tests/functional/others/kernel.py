@@ -1,5 +1,6 @@
 """What a kernel of another project is to the tests: how it is compiled, and problems with their results."""
 
+import abc
 import dataclasses
 
 import ml_dtypes
@@ -10,7 +11,7 @@ POLICIES = ("eager", "lazy", "hold_loads", "hold_stores", "hold_matrix", "random
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class Kernel(abc.ABC):
     """amendments: to its PTX, without which the model refuses it; see test_others. What it is run on: numbers of problems, policies."""
 
     name: str
@@ -19,10 +20,11 @@ class Kernel:
     problems: tuple = (0, 1)
     policies: tuple = POLICIES
 
+    @abc.abstractmethod
     def compile(self):
         """The DSL's compiled function, in a process prepared for the architecture."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def problem(self, rng, number, memory):
         """Number 0 or 1, put into a `device.Memory`.
 
@@ -30,7 +32,6 @@ class Kernel:
           arguments: of the compiled function.
           results: [(name, address, the array that is to be there)].
         """
-        raise NotImplementedError
 
 
 # Of B: rows and K. The first has several tiles of few K blocks, the second the reverse: more K blocks than a kernel has stages.
