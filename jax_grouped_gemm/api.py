@@ -105,7 +105,7 @@ def grouped_gemm(
     by_size = offsets is None
     groups = _groups(group_sizes if by_size else offsets)
     operands = contract.Operands(
-        a, _int32(groups), _optional("alpha", alpha), _optional("prob", prob), _optional("bias", bias), b
+        a, _int32(groups), None, _optional("alpha", alpha), _optional("prob", prob), _optional("bias", bias), b
     )
     options = contract.Options(
         groups="group_sizes" if by_size else "offsets",
@@ -133,7 +133,7 @@ def grouped_gemm(
         outputs = [jnp.zeros((call.m, call.n), dtype) for dtype in call.output_dtypes]
     else:
         ends = reference.ends_of(ends, m=call.m) if by_size else ends
-        present = [x for x in operands[2:5] if x is not None]
+        present = [x for x in operands[2:6] if x is not None]
         outputs = ffi_call.grouped_gemm(call, a, ends, *present, *b)
     return tuple(outputs) if generate_c else outputs[0]
 

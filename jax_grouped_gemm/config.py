@@ -91,6 +91,29 @@ class Variant:
         return f"sm{self.arch}_forward_{self.tile}_b{self.b_major}_{self.weights}_{self.d_dtype}_{self.epilogue}"
 
 
+@dataclasses.dataclass(frozen=True)
+class WgradVariant:
+    """One compiled kernel of weight gradients. accumulate: adds to what D holds."""
+
+    arch: int
+    tile: Tile
+    d_dtype: str
+    accumulate: bool
+
+    @property
+    def name(self):
+        return f"sm{self.arch}_wgrad_{self.tile}_{self.d_dtype}{'_accumulate' if self.accumulate else ''}"
+
+
+# What wgrad writes -> whether it can add to it instead.
+WGRAD_RESULTS = (("bfloat16", False), ("float32", False), ("float32", True))
+
+
+def wgrad_variants(arch):
+    """Every wgrad kernel compiled for an architecture."""
+    return [WgradVariant(arch, tile, *result) for tile, result in itertools.product(TILES[arch], WGRAD_RESULTS)]
+
+
 def prologue_name(arch, source):
     """Kernel that writes one tensor map per expert; source is "memory" or "value"."""
     return f"sm{arch}_maps_{'from_memory' if source == 'memory' else 'by_value'}"

@@ -20,10 +20,11 @@ IMPLEMENTATIONS = (None, "cutedsl", "reference")
 
 
 class Operands(NamedTuple):
-    """A call's arrays by name; alpha, prob and bias are None where absent, b is the tuple of weight operands."""
+    """A call's arrays by name; experts, alpha, prob and bias are None where absent, b is the tuple of weight operands."""
 
     a: Any
     offsets: Any
+    experts: Any
     alpha: Any
     prob: Any
     bias: Any
@@ -38,6 +39,8 @@ class Call:
     c_dtype: None where C is not an output.
     dynamic: tiles are handed out by a counter. overlap_margin: SMs left free.
     mma_tiler_mn, cluster_shape_mn: pairs, or None where the package chooses.
+    mapped_groups: None where group g is expert g's. Else the number of groups, whose experts are an operand: (groups,)
+      int32, and the rows of a group with an index outside [0, L) are zero. alpha is (groups,) then, bias (groups, N).
     """
 
     m: int
@@ -56,6 +59,15 @@ class Call:
     mma_tiler_mn: tuple[int, int] | None = None
     cluster_shape_mn: tuple[int, int] | None = None
     overlap_margin: int = 0
+    mapped_groups: int | None = None
+
+    @property
+    def has_experts(self):
+        return self.mapped_groups is not None
+
+    @property
+    def groups(self):
+        return self.mapped_groups if self.has_experts else self.l
 
     @property
     def empty(self):
@@ -78,12 +90,70 @@ class Call:
         return _stacked(self.l, self.n, self.k, self.b_major)
 
     def split(self, operands):
-        """Names the flat operands of the primitive: a, offsets, alpha, prob and bias if present, then the weights."""
+        """Names the flat operands of the primitive: a, offsets, experts, alpha, prob and bias if present, then the weights."""
         a, offsets, *rest = operands
+        experts = rest.pop(0) if self.has_experts else None
         alpha = rest.pop(0) if self.has_alpha else None
         prob = rest.pop(0) if self.has_prob else None
         bias = rest.pop(0) if self.has_bias else None
-        return Operands(a, offsets, alpha, prob, bias, tuple(rest))
+        return Operands(a, offsets, experts, alpha, prob, bias, tuple(rest))
+
+
+@dataclasses.dataclass(frozen=True)
+class WgradCall:
+    """The static facts of D[g] (N, K) = alpha[g] * x[rows of g].T @ y[rows of g], x (M, N), y (M, K), D (L, N, K).
+
+    accumulate: D is an operand too, float32, and is added to.
+    mapped_groups: None where group g makes D[g]. Else the number of groups, whose results' indices are an operand:
+      (groups,) int32, none twice; a group with an index outside [0, L) makes none. Each D[i] must have a group. alpha is
+      (groups,).
+    The rest as in `Call`.
+    """
+
+    m: int
+    n: int
+    k: int
+    l: int
+    d_dtype: str
+    has_alpha: bool
+    implementation: str | None
+    accumulate: bool = False
+    dynamic: bool = False
+    mma_tiler_mn: tuple[int, int] | None = None
+    cluster_shape_mn: tuple[int, int] | None = None
+    overlap_margin: int = 0
+    mapped_groups: int | None = None
+
+    @property
+    def has_experts(self):
+        return self.mapped_groups is not None
+
+    @property
+    def groups(self):
+        return self.mapped_groups if self.has_experts else self.l
+
+    @property
+    def scratch_bytes(self):
+        return SCRATCH_UNIT * self.dynamic
+
+    def split(self, operands):
+        """Names the flat operands of the primitive: x, y, offsets, then experts, alpha and the sum so far if present."""
+        x, y, offsets, *rest = operands
+        experts = rest.pop(0) if self.has_experts else None
+        alpha = rest.pop(0) if self.has_alpha else None
+        total = rest.pop(0) if self.accumulate else None
+        return WgradOperands(x, y, offsets, experts, alpha, total)
+
+
+class WgradOperands(NamedTuple):
+    """By name; experts, alpha and total, the sum so far, are None where absent."""
+
+    x: Any
+    y: Any
+    offsets: Any
+    experts: Any
+    alpha: Any
+    total: Any
 
 
 def _stacked(l, n, k, b_major):
@@ -127,7 +197,7 @@ def exactly_one(**arguments):
 
 def check_call(options, weights, operands):
     """The `Call` that these operands make, or a ValueError. Sees shapes and dtypes, never values."""
-    a, offsets, alpha, prob, bias, b = operands
+    a, offsets, _, alpha, prob, bias, b = operands
     _one_of("b_major", options.b_major, config.B_MAJORS)
     _one_of("implementation", options.implementation, IMPLEMENTATIONS)
     _rank("a", a, 2, "(M, K)")

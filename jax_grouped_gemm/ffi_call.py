@@ -147,6 +147,7 @@ def attributes(call):
         "sm100": kernel_name(100, call),
         "weights": call.weights,
         "b_major": call.b_major,
+        "has_experts": call.has_experts,
         "has_alpha": call.has_alpha,
         "has_prob": call.has_prob,
         "has_bias": call.has_bias,
@@ -154,6 +155,7 @@ def attributes(call):
         "dynamic": call.dynamic,
         "overlap_margin": np.int64(call.overlap_margin),
         "n": np.int64(call.n),
+        "l": np.int64(call.l),
         "build_id": library.manifest()["build_id"],
     }
 

@@ -12,7 +12,7 @@ from jax import lax
 SMALLEST_TILE, LARGEST_TILE = 16, 256  # rows; measured on CPU: smaller wastes calls, larger pads groups
 
 
-def grouped_gemm(call, a, offsets, alpha, prob, bias, b):
+def grouped_gemm(call, a, offsets, experts, alpha, prob, bias, b):
     """(D,) or (D, C), both (M, N), for canonical operands; b is one stacked array of shape call.b_shape."""
     rows = tile_rows(call)
     count, expert, first, end = tiles(call, offsets, rows)
