@@ -13,25 +13,34 @@ NAMES = ("ours", "cublas_dense", "torch_grouped_mm", "tokamax", "ragged_dot")
 
 
 class Inputs:
-    """Random normal operands of one row of the table: several sets, so that no operand stays in the L2 cache."""
+    """Random normal operands of one row of the table: several sets, so that no operand stays in the L2 cache.
+
+    a, b: what is multiplied. forward: A (m, k) and B (l, n, k); dgrad: dD (m, n) and B; wgrad: dD and A.
+    """
 
     ROTATION_BYTES = 1 << 28  # well above the 60 MB of an H200's L2
 
     def __init__(self, row, seed):
         self.row = row
+        self.product = row.product
         self.sizes = row.group_sizes(seed)
         self.ends = jnp.asarray(np.cumsum(self.sizes), jnp.int32)
         self.group_sizes = jnp.asarray(self.sizes)
         operand_bytes = row.bytes(self.sizes)
         self.sets = int(np.clip(-(-self.ROTATION_BYTES // operand_bytes), 2, 16))
         keys = jax.random.split(jax.random.key(seed), (self.sets, 2))
-        self.a = [_normal(key[0], (row.m, row.k)) for key in keys]
-        self.b = [_normal(key[1], (row.l, row.n, row.k)) for key in keys]
+        rows, weights, cotangent = (row.m, row.k), (row.l, row.n, row.k), (row.m, row.n)
+        shapes = {"forward": (rows, weights), "dgrad": (cotangent, weights), "wgrad": (cotangent, rows)}[row.product]
+        self.a, self.b = ([_normal(key[i], shape) for key in keys] for i, shape in enumerate(shapes))
+        self.pairs = list(zip(self.a, self.b, strict=True))
 
     @functools.cached_property
-    def b_n_major(self):
-        """(l, k, n) weights of the first set: `ragged_dot`'s layout. One set: caches do not matter at its speed."""
-        return jax.block_until_ready(jax.jit(lambda b: jnp.swapaxes(b, 1, 2))(self.b[0]))
+    def ragged_dot(self):
+        """(a, b) of the first set as JAX's `ragged_dot` takes them: weights (l, contraction, columns). One set: caches do not
+        matter at its speed."""
+        if self.product != "forward":
+            return self.pairs[0]
+        return self.a[0], jax.block_until_ready(jax.jit(lambda b: jnp.swapaxes(b, 1, 2))(self.b[0]))
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -55,19 +64,33 @@ class UnavailableError(Exception):
 
 
 def _ours(inputs):
-    from jax_grouped_gemm import grouped_gemm
+    from jax_grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 
     # On a GPU only the kernels count: never time the reference in their name.
-    implementation = "cutedsl" if inputs.a[0].device.platform == "gpu" else None
-    function = jax.jit(functools.partial(grouped_gemm, implementation=implementation))
-    compiled = function.lower(inputs.a[0], inputs.b[0], offsets=inputs.ends).compile()
-    pairs = list(zip(inputs.a, inputs.b, strict=True))
+    options = {"implementation": "cutedsl" if inputs.a[0].device.platform == "gpu" else None}
+    if inputs.product == "dgrad":
+        options["b_major"] = "n"
+    function = jax.jit(functools.partial(grouped_gemm_wgrad if inputs.product == "wgrad" else grouped_gemm, **options))
+    compiled = function.lower(*inputs.pairs[0], offsets=inputs.ends).compile()
+    pairs = inputs.pairs
     return Arm(lambda i: compiled(*pairs[i % len(pairs)], offsets=inputs.ends), jax.block_until_ready), compiled
 
 
+# (m, columns) and (m, columns) with ragged rows, both contracted.
+WGRAD_NUMBERS = {
+    "dot_dimension_numbers": (((0,), (0,)), ((), ())),
+    "lhs_ragged_dimensions": [0],
+    "rhs_group_dimensions": [],
+}
+
+
 def _ragged_dot(inputs):
-    compiled = jax.jit(jax.lax.ragged_dot).lower(inputs.a[0], inputs.b_n_major, inputs.group_sizes).compile()
-    return _first_set(inputs, compiled), compiled
+    if inputs.product == "wgrad":
+        numbers = jax.lax.RaggedDotDimensionNumbers(**WGRAD_NUMBERS)
+        function = functools.partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
+    else:
+        function = jax.lax.ragged_dot
+    return _first_set(inputs, function)
 
 
 def _tokamax(inputs):
@@ -75,12 +98,14 @@ def _tokamax(inputs):
         raise UnavailableError("tokamax is not installed")
     import tokamax
 
-    compiled = jax.jit(tokamax.ragged_dot).lower(inputs.a[0], inputs.b_n_major, inputs.group_sizes).compile()
-    return _first_set(inputs, compiled), compiled
+    if inputs.product == "wgrad":
+        raise UnavailableError("not written for weight gradients")
+    return _first_set(inputs, tokamax.ragged_dot)
 
 
-def _first_set(inputs, compiled):
-    return Arm(lambda i: compiled(inputs.a[0], inputs.b_n_major, inputs.group_sizes), jax.block_until_ready)
+def _first_set(inputs, function):
+    compiled = jax.jit(function).lower(*inputs.ragged_dot, inputs.group_sizes).compile()
+    return Arm(lambda i: compiled(*inputs.ragged_dot, inputs.group_sizes), jax.block_until_ready), compiled
 
 
 def torch_on_gpu():
@@ -94,18 +119,24 @@ def torch_on_gpu():
     return torch
 
 
+def _torch_pairs(inputs, torch):
+    """Views of the operands that torch multiplies: (rows, contraction) times (experts, contraction, columns), or two matrices."""
+    pairs = [tuple(map(torch.from_dlpack, pair)) for pair in inputs.pairs]
+    if inputs.product == "forward":
+        return [(a, b.transpose(-2, -1)) for a, b in pairs]
+    return [(a.t(), b) for a, b in pairs] if inputs.product == "wgrad" else pairs
+
+
 def _cublas_dense(inputs):
-    """One product of the same size: all rows times one expert's weights."""
+    """One product of the same size: all rows times one expert's weights, or all rows contracted."""
     torch = torch_on_gpu()
-    pairs = [(torch.from_dlpack(a), torch.from_dlpack(b)[0].t()) for a, b in zip(inputs.a, inputs.b, strict=True)]
+    pairs = [(a, b if b.dim() == 2 else b[0]) for a, b in _torch_pairs(inputs, torch)]
     return Arm(lambda i: torch.mm(*pairs[i % len(pairs)]), lambda _: torch.cuda.synchronize()), None
 
 
 def _torch_grouped_mm(inputs):
     torch = torch_on_gpu()
-    pairs = [
-        (torch.from_dlpack(a), torch.from_dlpack(b).transpose(-2, -1)) for a, b in zip(inputs.a, inputs.b, strict=True)
-    ]
+    pairs = _torch_pairs(inputs, torch)
     ends = torch.from_dlpack(inputs.ends)
 
     def call(i):

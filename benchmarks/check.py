@@ -10,12 +10,12 @@ from jax import lax
 
 def poison(row):
     """Fills the block that the next output is likely to get with NaN, so that an element never written shows."""
-    jnp.full((row.m, row.n), jnp.nan, jnp.bfloat16).block_until_ready().delete()
+    jnp.full(row.result, jnp.nan, jnp.bfloat16).block_until_ready().delete()
 
 
 def torch_poison(torch, row):
     """The same for torch's allocator."""
-    del_me = torch.full((row.m, row.n), float("nan"), dtype=torch.bfloat16, device="cuda")
+    del_me = torch.full(row.result, float("nan"), dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
     del del_me
 
@@ -38,10 +38,31 @@ def _reference(a, b, ends, window):
     return lax.scan(group, out, (b, begins, ends))[0][:-window]
 
 
-def grouped_reference(a, b, ends):
-    """(m, n) float32 of A_g @ B_g^T for every group g, with b (l, n, k)."""
+@functools.partial(jax.jit, static_argnums=3)
+def _wgrad_reference(x, y, ends, window):
+    x, y = (jnp.pad(operand, ((0, window), (0, 0))) for operand in (x, y))
+
+    def group(_, span):
+        begin, end = span
+        inside = jnp.arange(window)[:, None] < end - begin
+        rows = (jnp.where(inside, lax.dynamic_slice_in_dim(operand, begin, window), 0) for operand in (x, y))
+        return None, lax.dot_general(*rows, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    begins = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
+    return lax.scan(group, None, (begins, ends))[1]
+
+
+def grouped_reference(product, a, b, ends):
+    """float32 of A_g @ B_g^T ("forward", b (l, n, k)) or A_g @ B_g ("dgrad", b (l, k, n)), (m, n); of A_g^T @ B_g ("wgrad"), (l, n, k)."""
     window = int(np.diff(np.asarray(ends), prepend=0).max())
-    return _reference(a, b, ends, window)
+    if product == "wgrad":
+        return _wgrad_reference(a, b, ends, window)
+    return _reference(a, b if product == "forward" else jnp.swapaxes(b, 1, 2), ends, window)
+
+
+def contraction(row, sizes):
+    """Its length; the longest one where groups have one each."""
+    return {"forward": row.k, "dgrad": row.n, "wgrad": int(sizes.max())}[row.product]
 
 
 @jax.jit

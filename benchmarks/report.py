@@ -126,7 +126,7 @@ def plot(result, path):
         axis.set_title(title)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0, 0].legend(frameon=False, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, 1.25))
-    figure.suptitle(f"Grouped GEMM, forward, {result['machine']['device']}, {result['date'][:10]}")
+    figure.suptitle(f"Grouped GEMM, {result['machine']['device']}, {result['date'][:10]}")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -139,5 +139,7 @@ def _tflops(row, name):
 
 
 def _panels(result):
-    yield "many rows (compute bound)", [row for row in result["rows"] if not row["decode"]]
-    yield "few rows (memory bound)", [row for row in result["rows"] if row["decode"]]
+    for product in ("forward", "dgrad", "wgrad"):
+        rows = [row for row in result["rows"] if row.get("product", "forward") == product]
+        yield f"{product}, many rows (compute bound)", [row for row in rows if not row["decode"]]
+        yield f"{product}, few rows (memory bound)", [row for row in rows if row["decode"]]

@@ -1,4 +1,4 @@
-"""Forward benchmark: ours, cuBLAS dense, torch's grouped product and JAX's ragged_dot, interleaved in one process.
+"""Benchmark of the products of a layer: ours, cuBLAS dense, torch's grouped product and JAX's ragged_dot, interleaved in one process.
 
     python -m benchmarks.run                          # everything, a few minutes on an H200
     python -m benchmarks.run --rows dsv3_up,qwen3_up --arms ours,torch_grouped_mm --reps 7
@@ -46,7 +46,8 @@ def poison_outputs(row):
 def prepare(row, names, seed):
     """Builds and checks the arms of one row. Returns (group sizes, ready arms, their records for the result)."""
     inputs = arms.Inputs(row, seed)
-    expected = check.grouped_reference(inputs.a[0], inputs.b[0], inputs.ends)
+    expected = check.grouped_reference(row.product, *inputs.pairs[0], inputs.ends)
+    length = check.contraction(row, inputs.sizes)
     ready: dict[str, Arm] = {}
     records: dict[str, dict] = {}
     for name in names:
@@ -66,11 +67,16 @@ def prepare(row, names, seed):
             record["skipped"] = f"failed: {(str(failure).splitlines() or [type(failure).__name__])[0][:200]}"
             continue
         if name == "cublas_dense":
-            dense = check.grouped_reference(inputs.a[0], inputs.b[0][:1], jnp.asarray([row.m], jnp.int32))
-            record["error"] = check.worst_error(as_jax(out), dense, row.k)
+            a, b = inputs.pairs[0]
+            b = b if row.product == "wgrad" else b[:1]
+            dense = check.grouped_reference(row.product, a, b, jnp.asarray([row.m], jnp.int32))
+            out = as_jax(out)
+            record["error"] = check.worst_error(
+                out, dense.reshape(out.shape), row.m if row.product == "wgrad" else length
+            )
             del dense
         else:
-            record["error"] = check.worst_error(as_jax(out), expected, row.k)
+            record["error"] = check.worst_error(as_jax(out), expected, length)
         del out
         if compiled is not None and (memory := compiled.memory_analysis()) is not None:
             record["temporary_bytes"] = memory.temp_size_in_bytes
@@ -113,7 +119,7 @@ def run_row(row, names, reps, seed):
 
 def parse_args(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", help="comma-separated row names (default: all)")
+    parser.add_argument("--rows", help="comma-separated row names, 'forward' or 'backward' (default: all)")
     parser.add_argument("--arms", default=",".join(arms.NAMES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--reps", type=int, default=15, help="bursts per arm (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
@@ -121,8 +127,12 @@ def parse_args(argv):
     parser.add_argument("--smoke", action="store_true", help="tiny shapes: checks that the benchmark itself works")
     parser.add_argument("--no-figures", action="store_true", help="skip host time, first call and wheel size")
     args = parser.parse_args(argv)
-    table = {row.name: row for row in (shapes.SMOKE if args.smoke else shapes.FORWARD)}
-    args.rows = args.rows.split(",") if args.rows else list(table)
+    tables = {"forward": shapes.FORWARD, "backward": shapes.BACKWARD}
+    chosen = shapes.SMOKE if args.smoke else tables["forward"] + tables["backward"]
+    table = {row.name: row for row in chosen}
+    if args.rows in tables:
+        chosen = tables[args.rows]
+    args.rows = args.rows.split(",") if args.rows and args.rows not in tables else [row.name for row in chosen]
     args.arms = args.arms.split(",")
     for kind, given, known in (("row", args.rows, table), ("arm", args.arms, arms.NAMES)):
         if unknown := [name for name in given if name not in known]:

@@ -1,5 +1,6 @@
 """The problems that are timed, and how their rows are shared among the experts."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,8 +8,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: l experts, m rows in all, D is (m, n), the contraction is k long.
+    """One line of the table: a layer of l experts with m rows in all, A (m, k), weights B (l, n, k) and D (m, n).
 
+    product: which of the layer's three is timed, 2MNK operations each: "forward", D = A B^T; "dgrad", dA = dD B;
+      "wgrad", dB = dD^T A of each group's rows.
     shares: "balanced" (equal groups), "skew" (Dirichlet(2) shares) or "routed" (each row picks an expert).
     align: every group is a multiple of it.
     """
@@ -20,6 +23,12 @@ class Row:
     k: int
     shares: str
     align: int = 1
+    product: str = "forward"
+
+    @property
+    def result(self):
+        """Its shape."""
+        return {"forward": (self.m, self.n), "dgrad": (self.m, self.k), "wgrad": (self.l, self.n, self.k)}[self.product]
 
     @property
     def flops(self):
@@ -31,7 +40,7 @@ class Row:
         return self.m <= 64 * self.l
 
     def bytes(self, sizes):
-        """Bytes that must move at least: A, the weights of experts that have rows, and D, in bfloat16."""
+        """Bytes that must move at least: A, the weights of experts that have rows, and D, in bfloat16, or their gradients."""
         return 2 * (self.m * self.k + int(np.count_nonzero(sizes)) * self.n * self.k + self.m * self.n)
 
     def group_sizes(self, seed):
@@ -59,7 +68,16 @@ FORWARD = (
     Row("dsv3_decode", 32, 256, 4096, 7168, "routed"),
 )
 
+
+def _backward(row, product):
+    return dataclasses.replace(row, name=f"{row.name}_{product}", product=product)
+
+
+BACKWARD = tuple(_backward(row, product) for product in ("dgrad", "wgrad") for row in FORWARD if not row.decode)
+
 SMOKE = (
     Row("smoke_aligned", 4, 512, 64, 128, "skew", 64),
     Row("smoke_decode", 8, 16, 64, 128, "routed"),
+    Row("smoke_dgrad", 4, 512, 64, 128, "routed", product="dgrad"),
+    Row("smoke_wgrad", 4, 512, 64, 128, "routed", product="wgrad"),
 )

@@ -24,6 +24,7 @@ class Case:
     bias: np.ndarray | None = None
     generate_c: bool = False
     c_dtype: str | None = None
+    experts: np.ndarray | None = None  # of the groups, where they are not one expert each in order
 
     def arguments(self):
         """Keyword arguments of `grouped_gemm` with dense weights, as JAX arrays."""
@@ -47,6 +48,11 @@ class Case:
             begin = end
         return found
 
+    def expert(self, g):
+        """Of a group; None where there is none, and its rows are zero."""
+        expert = g if self.experts is None else int(self.experts[g])
+        return expert if 0 <= expert < len(self.b) else None
+
     def end(self):
         """First row that belongs to no group."""
         return self.groups()[-1][1] if self.offsets.size else 0
@@ -63,12 +69,13 @@ def ends(sizes):
 
 def make_case(
     rng, l, m, n, k, *, offsets=None, b_major="k", d_dtype="bfloat16", alpha=True, prob=True, bias=None,
-    generate_c=False, c_dtype=None, poison=True,
+    generate_c=False, c_dtype=None, experts=None, poison=True,
 ):  # fmt: skip
-    """A problem of unit scale. bias: its dtype, or None. poison: NaN wherever the result must not depend on the value."""
+    """A problem of unit scale. l: groups. bias: its dtype, or None. experts: of the groups, where they are not one each. poison: NaN wherever the result must not depend on the value."""
     offsets = random_offsets(rng, l, m) if offsets is None else np.asarray(offsets, np.int32)
     a = rng.standard_normal((m, k), np.float32).astype(BF16)
-    shape = (l, n, k) if b_major == "k" else (l, k, n)
+    weights = l if experts is None else max(experts) + 1
+    shape = (weights, n, k) if b_major == "k" else (weights, k, n)
     b = (rng.standard_normal(shape, np.float32) / np.sqrt(max(k, 1), dtype=np.float32)).astype(BF16)
     case = Case(
         a,
@@ -81,6 +88,7 @@ def make_case(
         None if bias is None else rng.standard_normal((l, n), np.float32).astype(bias),
         generate_c,
         c_dtype,
+        None if experts is None else np.array(experts, np.int32),
     )
     if poison:
         _poison(case)
@@ -92,11 +100,18 @@ def _poison(case):
     case.a[end:] = np.nan
     if case.prob is not None:
         case.prob[end:] = np.nan
+    used = set()
     for g, (begin, end) in enumerate(case.groups()):
-        if begin == end:
-            for of_expert in (case.b, case.alpha, case.bias):
-                if of_expert is not None:
-                    of_expert[g] = np.nan
+        if begin < end and case.expert(g) is not None:
+            used.add(case.expert(g))
+            continue
+        case.a[begin:end] = np.nan
+        if case.prob is not None:
+            case.prob[begin:end] = np.nan
+        for of_group in (case.alpha, case.bias):
+            if of_group is not None:
+                of_group[g] = np.nan
+    case.b[[expert for expert in range(len(case.b)) if expert not in used]] = np.nan
 
 
 def oracle(case, output="D"):
@@ -104,10 +119,10 @@ def oracle(case, output="D"):
     m, n = case.a.shape[0], case.b.shape[1 if case.b_major == "k" else 2]
     values, scale = np.zeros((m, n)), np.zeros((m, n))
     for g, (begin, end) in enumerate(case.groups()):
-        if begin == end:
+        if begin == end or case.expert(g) is None:
             continue
         rows = case.a[begin:end].astype(np.float64)
-        weights = case.b[g].astype(np.float64)
+        weights = case.b[case.expert(g)].astype(np.float64)
         weights = weights.T if case.b_major == "k" else weights
         alpha = np.float64(1 if case.alpha is None else case.alpha[g])
         prob = np.ones((1, 1)) if case.prob is None else case.prob[begin:end, None].astype(np.float64)

@@ -69,7 +69,7 @@ def test_statistics():
     assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("row", shapes.FORWARD + shapes.SMOKE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", shapes.FORWARD + shapes.BACKWARD + shapes.SMOKE, ids=lambda row: row.name)
 def test_group_sizes(row):
     sizes = row.group_sizes(seed=0)
     assert sizes.shape == (row.l,)
@@ -96,11 +96,24 @@ def test_reference(ends):
     expected = np.concatenate(
         [a64[begin:end] @ b64[g].T for g, (begin, end) in enumerate(zip(begins, ends, strict=True))]
     )
-    np.testing.assert_allclose(check.grouped_reference(a, b, offsets), expected, rtol=1e-5, atol=1e-5)
+    got = check.grouped_reference("forward", a, b, offsets)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    got = check.grouped_reference("dgrad", a, jnp.swapaxes(b, 1, 2), offsets)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ends", [[3, 3, 20, 33], [0, 0, 7], [16]])
+def test_reference_of_weight_gradients(ends):
+    x = jax.random.normal(jax.random.key(0), (ends[-1], 24), jnp.bfloat16)
+    y = jax.random.normal(jax.random.key(1), (ends[-1], 40), jnp.bfloat16)
+    got = check.grouped_reference("wgrad", x, y, jnp.asarray(ends, jnp.int32))
+    for g, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        expected = np.asarray(x, np.float64)[begin:end].T @ np.asarray(y, np.float64)[begin:end]
+        np.testing.assert_allclose(got[g], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_check_finds_what_is_wrong():
-    expected = check.grouped_reference(*problem([3, 20, 33]))
+    expected = check.grouped_reference("forward", *problem([3, 20, 33]))
     right = expected.astype(jnp.bfloat16)
     assert check.worst_error(right, expected, 40) <= 1
     assert not check.worst_error(right.at[5, 7].add(1.0), expected, 40) <= 1
@@ -132,7 +145,7 @@ def test_unknown_names_are_refused(capsys):
 
 
 def test_decode_rows():
-    assert all(row.decode == row.name.endswith("_decode") for row in shapes.FORWARD + shapes.SMOKE)
+    assert all(row.decode == row.name.endswith("_decode") for row in shapes.FORWARD + shapes.BACKWARD + shapes.SMOKE)
 
 
 @pytest.mark.slow

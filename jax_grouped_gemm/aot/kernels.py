@@ -20,11 +20,11 @@ TARGETS = {90: "sm_90a", 100: "sm_100f"}
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """kind: "forward" with its variant, or "maps_from_memory", "maps_by_value"."""
+    """kind: "forward" or "wgrad" with its variant, or "maps_from_memory", "maps_by_value"."""
 
     arch: int
     kind: str
-    variant: config.Variant | None = None
+    variant: config.Variant | config.WgradVariant | None = None
 
     @property
     def name(self):
@@ -36,7 +36,7 @@ class Kernel:
         """Hash of everything the compiled kernel depends on."""
         modules = ["operands", "tensor_maps"]
         if self.variant:
-            modules += ["forward", "scheduler", "epilogue", f"gemm_sm{self.arch}"]
+            modules += ["kernel", self.kind, "scheduler", "epilogue", f"gemm_sm{self.arch}"]
         sources = [PACKAGE / "kernels" / f"{module}.py" for module in modules] + [pathlib.Path(__file__)]
         digest = hashlib.sha256(f"{self} {TARGETS[self.arch]} {_compiler()}".encode())
         for source in sources:
@@ -60,6 +60,7 @@ def all_kernels():
     for arch in config.TILES:
         kernels += [Kernel(arch, "maps_from_memory"), Kernel(arch, "maps_by_value")]
         kernels += [Kernel(arch, "forward", variant) for variant in config.variants(arch)]
+        kernels += [Kernel(arch, "wgrad", variant) for variant in config.wgrad_variants(arch)]
     return kernels
 
 
@@ -100,12 +101,13 @@ def compile_kernel(kernel):
         facts |= {
             "tile": [tile.m, tile.n],
             "cluster": [tile.cluster_m, tile.cluster_n],
-            "b_major": kernel.variant.b_major,
-            "epilogue": kernel.variant.epilogue,
             "d_dtype": kernel.variant.d_dtype,
-            "c_dtype": kernel.variant.c_dtype,
             "maps": {field: list(box) for field, box in program.boxes().items()},
         }
+    if kernel.kind == "forward":
+        facts |= {name: getattr(kernel.variant, name) for name in ("b_major", "epilogue", "c_dtype")}
+    if kernel.kind == "wgrad":
+        facts |= {"accumulate": kernel.variant.accumulate}
     return cubin, ptx, facts
 
 
@@ -122,18 +124,27 @@ def _trace(kernel):
         from ..kernels import operands
 
         module = importlib.import_module(f"..kernels.gemm_sm{kernel.arch}", __package__)
-        program = module.GroupedGemm(kernel.variant)
         variant = kernel.variant
         d = pointer(operands.DTYPES[variant.d_dtype], 16)
+        extents = (Int32(1), Int32(8), Int32(8), Int32(1), Int32(1), Int32(1))  # M, N, K, L, groups, clusters
+    if kernel.kind == "forward":
+        program = module.GroupedGemm(variant)
         c = pointer(operands.DTYPES[variant.c_dtype], 16) if variant.c_dtype else None
         scale = None if variant.epilogue == "plain" else pointer(Float32, 4)
         bias, bias_type = (pointer(Uint16, 2), Int32(1)) if variant.has_bias else (None, None)
         maps = None if variant.weights == "dense" else pointer(Int64, 128)
         arguments = [
             *(pointer(BFloat16, 16), pointer(BFloat16, 16), d, c),
-            *(maps, pointer(Int32, 4), pointer(Int32, 4), scale, scale, bias, bias_type),
+            *(maps, pointer(Int32, 4), pointer(Int32, 4), pointer(Int32, 4), scale, scale, bias, bias_type),
             *(Int32(1) if dtype == "16bit" else None for dtype in (variant.d_dtype, variant.c_dtype)),
-            *(Int32(1), Int32(8), Int32(8), Int32(1), Int32(1)),
+            *extents,
+        ]
+    elif kernel.kind == "wgrad":
+        program = module.GroupedWgrad(variant)
+        arguments = [
+            *(pointer(BFloat16, 16), pointer(BFloat16, 16), d),
+            *(pointer(Int32, 4), pointer(Int32, 4), pointer(Int32, 4), pointer(Float32, 4)),
+            *extents,
         ]
     else:
         from ..kernels import tensor_maps

@@ -38,11 +38,13 @@ def _row(kernel):
         _braces(kernel["params"]),
         _braces([_field(name), offset, size] for name, offset, size in kernel["fields"]),
     ]
-    if kernel["kind"] == "forward":
-        outputs = {"MAP_D": ELEMENTS[kernel["d_dtype"]], "MAP_C": ELEMENTS[kernel["c_dtype"]]}
+    if kernel["kind"] in ("forward", "wgrad"):
+        outputs = {"MAP_D": ELEMENTS[kernel["d_dtype"]], "MAP_C": ELEMENTS[kernel.get("c_dtype")]}
         maps = [[field, outputs.get(field, "BF16"), len(box), list(box), 128] for field, box in kernel["maps"].items()]
-        major = f"{kernel['b_major'].upper()}_MAJOR"
+        major = f"{kernel.get('b_major', 'k').upper()}_MAJOR"
         values += [_braces(kernel["cluster"]), _braces(kernel["tile"]), major, *outputs.values(), _braces(maps)]
+    if kernel["kind"] == "wgrad":
+        values.append(str(kernel["accumulate"]).lower())
     return f"JGG_KERNEL({', '.join(map(str, values))})\n"
 
 

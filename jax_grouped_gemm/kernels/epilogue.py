@@ -1,4 +1,4 @@
-"""From accumulators to D and C: scale, add bias, convert, stage in shared memory, store the group's own rows.
+"""From accumulators to D and C: scale, add bias, convert, stage in shared memory, store.
 
 With bias C = alpha acc + prob bias, D = C; without C = alpha acc, D = prob C: the kernels compute C, store it if it is asked for, and make D of it.
 
@@ -22,13 +22,6 @@ THREADS = 128  # that stage a slab, and a tile's bias, together
 def columns(dtype):
     """Columns of a slab."""
     return SLAB_BYTES * 8 // dtype.width
-
-
-@cute.jit
-def ragged_row(row: Int32, row_end: Int32, box_rows: cutlass.Constexpr[int]):
-    """(x, y) that store box_rows rows from `row` on, but none at or past row_end: see `operands.ragged_rows`."""
-    x = cutlass.min(cutlass.max(box_rows - (row_end - row), 0), box_rows)
-    return x, row + box_rows - x
 
 
 @cute.jit
@@ -65,7 +58,7 @@ class BiasTile:
     barrier: pipeline.NamedBarrier  # of the group of threads
 
     @cute.jit
-    def fetch(self, problem: operands.Problem, expert: Int32, col: Int32):
+    def fetch(self, problem: operands.Problem, expert: Int32, group: Int32, col: Int32):
         """This thread's columns as they lie in memory; nothing waits for them yet."""
         columns = cute.size(self.s_bias)
         bits = cute.make_rmem_tensor(cute.ceil_div(columns, THREADS), Uint32)
@@ -74,7 +67,7 @@ class BiasTile:
             column = self.thread + i * THREADS
             valid = problem.bias.toint() != 0 and expert < problem.l and column < columns and col + column < problem.n
             if valid:
-                at = cutlass.Int64(expert) * problem.n + col + column
+                at = cutlass.Int64(group) * problem.n + col + column
                 if problem.bias_type == operands.TYPE_FLOAT32:
                     words = cute.recast_ptr(problem.bias, dtype=Uint32).align(4)
                     bits[i] = cute.make_tensor(words + at, cute.make_layout(1))[0]
@@ -121,7 +114,7 @@ class SlabStore:
     """
 
     atom: cute.CopyAtom
-    m_d: cute.Tensor  # (x, N, y) coordinates of D, or C
+    m_d: cute.Tensor  # coordinates of D, or C: `ragged_rows` or `results` of operands.py
     type_code: Int32 | None  # which type of 16 bits; None: that of s_slabs
     s_slabs: cute.Tensor  # (rows, columns, SLAB_STAGES) of this group of threads
     thr_s: cute.Tensor  # this thread's part of it
@@ -130,8 +123,8 @@ class SlabStore:
     barrier: pipeline.NamedBarrier
 
     @cute.jit
-    def store(self, r_acc, stage: Int32, row: Int32, row_end: Int32, col: Int32):
-        """Converts the slab's accumulators, and stores rows [row, row_end) of it at column `col`."""
+    def store(self, r_acc, stage: Int32, place):
+        """Converts the slab's accumulators, and stores them at these coordinates."""
         rows = cute.size(self.s_slabs, mode=[0])
         r_d = convert(r_acc, self.s_slabs.element_type, self.type_code)
 
@@ -142,9 +135,8 @@ class SlabStore:
         cute.arch.fence_proxy("async.shared", space="cta")
         self.barrier.arrive_and_wait()
         if self.warp == 0:
-            x, y = ragged_row(row, row_end, rows)
             g_slab = cute.local_tile(
-                cute.domain_offset((x, col, y), self.m_d), (rows, columns(self.s_slabs.element_type)), (0, 0, 0)
+                cute.domain_offset(place, self.m_d), (rows, columns(self.s_slabs.element_type)), (0, 0, 0)
             )
             s_part, g_part = cute.nvgpu.cpasync.tma_partition(
                 self.atom,

@@ -1,65 +1,35 @@
-"""What the forward kernels of all architectures share on the host side: arguments, tensors, parameters, launch."""
+"""The forward product, which is dgrad too: rows are ragged, each group has its own B."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from . import epilogue, operands
-from .scheduler import TileScheduler
+from . import operands, tensor_maps
+from .kernel import GroupedKernel
+from .scheduler import RaggedRows
 
-SHARED_BYTES = 232448 - 1024  # of an SM, less what barriers, ring and alignment take
 
+class Forward(GroupedKernel):
+    """`config.Variant` says what its fields switch."""
 
-class ForwardKernel:
-    """One variant; `config.Variant` says what its fields switch. An architecture adds `launch` and the device code.
+    a_major = "k"
+    ones_a, ones_b = (), (1,)
 
-    threads: of a CTA. slab_rows: rows of D that one group of 128 threads stages and stores. slab_groups: such groups.
-    """
+    def __init__(self, variant, **facts):
+        # C, if it is stored at all, before D is made of it.
+        stored = {"c": variant.c_dtype, "d": variant.d_dtype} if variant.c_dtype else {"d": variant.d_dtype}
+        self.outputs = {name: operands.DTYPES[dtype] for name, dtype in stored.items()}
+        self.b_major = "k" if variant.b_major == "k" else "mn"
+        self.has_bias = variant.has_bias
+        self.scaling = None if variant.epilogue == "plain" else "rows"
+        super().__init__(variant, **facts)
 
-    def __init__(self, variant, *, threads, slab_rows, slab_groups, stage_bytes, tile_readers):
-        tile = variant.tile
-        self.variant = variant
-        self.tile = tile
-        self.threads = threads
-        # What is stored: C, if at all, before D is made of it.
-        self.outputs = {"c": variant.c_dtype, "d": variant.d_dtype} if variant.c_dtype else {"d": variant.d_dtype}
-        self.outputs = {name: operands.DTYPES[dtype] for name, dtype in self.outputs.items()}
-        self.cluster_size = tile.cluster_m * tile.cluster_n
-        self.scheduler = TileScheduler(tile, tile_readers)
-        self.slab_rows = slab_rows
-        self.slab_groups = slab_groups
-        self.stage_bytes = stage_bytes  # of A and B, one CTA's
-        slab_bytes = slab_groups * epilogue.SLAB_STAGES * slab_rows * epilogue.SLAB_BYTES
-        self.stages = (SHARED_BYTES - slab_bytes) // stage_bytes
+    def make_scheduler(self, tile, tile_readers):
+        return RaggedRows(tile, tile_readers)
 
     def fields(self):
         return operands.forward_fields(self.variant)
-
-    def slab(self, output):
-        """(rows, columns) of C or D that go through shared memory at a time."""
-        return self.slab_rows, epilogue.columns(self.outputs[output])
-
-    def num_slabs(self, output):
-        return self.tile.n // self.slab(output)[1]
-
-    def output_boxes(self):
-        return {f"MAP_{name.upper()}": (*reversed(self.slab(name)), 1) for name in self.outputs}
-
-    def store_atom(self, output, tensor, s_layout):
-        """(copy atom, tensor of coordinates) of D or C; of an output that is not there, nothing."""
-        if output not in self.outputs:
-            return None, None
-        return cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), tensor, cute.slice_(s_layout, (None, None, 0)), self.slab(output)
-        )
-
-    def bias_layout(self):
-        """(columns of a tile, groups of threads) of the bias in shared memory; a word each where there is none."""
-        return cute.make_layout((self.tile.n if self.variant.has_bias else 1, self.slab_groups))
-
-    def bias_storage(self):
-        return cute.struct.Align[cute.struct.MemRange[Float32, cute.size(self.bias_layout())], 16]
 
     @cute.jit
     def __call__(
@@ -70,6 +40,7 @@ class ForwardKernel:
         c: cute.Pointer | None,
         maps: cute.Pointer | None,
         offsets: cute.Pointer,
+        experts: cute.Pointer,
         counter: cute.Pointer,
         alpha: cute.Pointer | None,
         prob: cute.Pointer | None,
@@ -81,6 +52,7 @@ class ForwardKernel:
         n: Int32,
         k: Int32,
         l: Int32,
+        groups: Int32,
         clusters: Int32,
         stream,
     ):
@@ -92,17 +64,37 @@ class ForwardKernel:
             operands.experts_of_b(b, n, k, experts_in_map, self.variant.b_major),
             operands.ragged_rows(d, m, n, self.slab_rows),
             operands.ragged_rows(c, m, n, self.slab_rows) if cutlass.const_expr("c" in self.outputs) else None,
-            operands.Problem(maps, offsets, counter, alpha, prob, bias, bias_type, d_type, c_type, m, n, k, l),
+            operands.Problem(
+                maps, offsets, experts, counter, alpha, prob, bias, bias_type, d_type, c_type, m, n, k, l, groups
+            ),
             clusters,
             stream,
         )
 
-    def launch_options(self, clusters, shared_bytes, stream):
-        return {
-            "grid": (clusters * self.cluster_size, 1, 1),
-            "block": (self.threads, 1, 1),
-            "cluster": (self.cluster_size, 1, 1),
-            "smem": shared_bytes,
-            "min_blocks_per_mp": 1,
-            "stream": stream,
-        }
+    # --- on the device ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def num_blocks(self, problem: operands.Problem, expert: Int32, begin: Int32, end: Int32):
+        """Of the contraction, `tile.k` each."""
+        return cute.ceil_div(problem.k, self.tile.k) if expert < problem.l else 0
+
+    def block_of_a(self, m_a, rows, begin, end, row, block):
+        """(rows, tile.k) from the tile's first row on, or from a pair's."""
+        return cute.local_tile(cute.domain_offset((row, 0), m_a), (rows, self.tile.k), (0, block))
+
+    def expert_map(self, problem, expert):
+        """(tensor map of B or None for the launch's own, coordinate of the expert in it)."""
+        if cutlass.const_expr(self.variant.weights == "dense"):
+            return None, expert
+        # Every expert has a map of its own.
+        map_b = tensor_maps.pointer_to_map(problem.maps, expert)
+        cpasync.fence_tma_desc_acquire(map_b)
+        return map_b, 0
+
+    def block_of_b(self, m_b, rows, begin, end, col, expert, block):
+        return cute.local_tile(cute.domain_offset((col, 0, expert), m_b), (rows, self.tile.k), (0, block, 0))
+
+    def place(self, expert, row, end, col, rows):
+        """Coordinates in C or D of a slab: none of its rows at or past the group's end is stored."""
+        x, y = operands.ragged_row(row, end, rows)
+        return x, col, y

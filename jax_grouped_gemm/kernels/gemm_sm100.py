@@ -1,4 +1,4 @@
-"""Forward grouped GEMM for Blackwell: copy engine loads, tcgen05 matrix instructions, accumulators in tensor memory.
+"""Grouped GEMM for Blackwell: copy engine loads, tcgen05 matrix instructions, accumulators in tensor memory.
 
 Warps of a CTA (224 threads):
   warps 0 to 3   epilogue: tensor memory -> registers -> shared memory -> D
@@ -19,9 +19,11 @@ from cutlass import BFloat16, Float32, Int32, memory, pipeline, utils
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.utils import blackwell_helpers
 
-from . import epilogue, operands, scheduler, tensor_maps
-from .forward import ForwardKernel
+from . import epilogue, operands, scheduler
+from .forward import Forward
+from .kernel import GroupedKernel
 from .scheduler import RING_STAGES
+from .wgrad import Wgrad
 
 EPILOGUE_WARPS = 4
 EPILOGUE_THREADS = 32 * EPILOGUE_WARPS
@@ -43,7 +45,7 @@ def order_before_arrive():
     cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
 
 
-class GroupedGemm(ForwardKernel):
+class Blackwell(GroupedKernel):
     def __init__(self, variant):
         tile = variant.tile
         self.pair = 2 if tile.two_cta else 1  # CTAs that execute a matrix instruction together
@@ -57,11 +59,14 @@ class GroupedGemm(ForwardKernel):
             tile_readers=2 + EPILOGUE_WARPS,
         )
 
-    def boxes(self):
-        """Box of each tensor map, innermost dimension first: what one CTA brings or stores by one copy."""
+    def operand_boxes(self):
+        """What one CTA brings of A and of B by one copy."""
         tile = self.tile
-        box_b = (tile.k, tile.n // self.pair, 1) if self.variant.b_major == "k" else (64, tile.k, 1)
-        return {"MAP_A": (tile.k, tile.m), "MAP_B": box_b, **self.output_boxes()}
+
+        def box(major, rows):
+            return (tile.k, rows) if major == "k" else (64, tile.k)
+
+        return box(self.a_major, tile.m), box(self.b_major, tile.n // self.pair)
 
     @cute.jit
     def launch(self, a_tensor, b_tensor, d_tensor, c_tensor, problem: operands.Problem, clusters: Int32, stream):
@@ -120,11 +125,11 @@ class GroupedGemm(ForwardKernel):
         )
 
     def _tiled_mma(self):
-        k_major, mn_major = tcgen05.OperandMajorMode.K, tcgen05.OperandMajorMode.MN
+        modes = {"k": tcgen05.OperandMajorMode.K, "mn": tcgen05.OperandMajorMode.MN}
         return blackwell_helpers.make_trivial_tiled_mma(
             BFloat16,
-            k_major,
-            k_major if self.variant.b_major == "k" else mn_major,
+            modes[self.a_major],
+            modes[self.b_major],
             Float32,
             tcgen05.CtaGroup.TWO if self.tile.two_cta else tcgen05.CtaGroup.ONE,
             self.mma_tile[:2],
@@ -207,15 +212,14 @@ class GroupedGemm(ForwardKernel):
         acc_layout = tiled_mma.make_fragment_C(cute.append(acc_shape, ACCUMULATORS)).layout
         pipeline.pipeline_init_wait(cluster_shape_mn=cta_layout)
 
-        k_tiles = cute.ceil_div(problem.k, tile.k)
         if warp == SCHEDULER_WARP:
             self.scheduler.publish_tiles(ring, problem)
         if warp == LOAD_WARP:
-            self.load(stages, ring, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles)
+            self.load(stages, ring, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout)
         if warp == MATH_WARP:
             tensor_memory.wait_for_alloc()
             acc = cute.make_tensor(tensor_memory.retrieve_ptr(Float32), acc_layout)
-            self.compute(stages, accumulators, ring, tiled_mma, s_a, s_b, acc, problem, k_tiles)
+            self.compute(stages, accumulators, ring, tiled_mma, s_a, s_b, acc, problem)
         if warp < EPILOGUE_WARPS:
             tensor_memory.allocate(ACCUMULATORS * tile.n)
             tensor_memory.wait_for_alloc()
@@ -227,7 +231,7 @@ class GroupedGemm(ForwardKernel):
             tensor_memory.free(base)
 
     @cute.jit
-    def load(self, stages, ring, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles):
+    def load(self, stages, ring, tiled_mma, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout):
         """The load warp: for every tile, this CTA's part of every stage of A and B."""
         tile = self.tile
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -238,48 +242,45 @@ class GroupedGemm(ForwardKernel):
 
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
-        expert, row, _, col = self.scheduler.read_tile(ring, ring_state)
+        expert, _, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
         while expert >= 0:
-            if expert < problem.l:
+            num_blocks = self.num_blocks(problem, expert, begin, end)
+            if num_blocks > 0:
+                # A pair's tile begins at that of its first CTA.
                 pair_row = row - coord[0] * tile.m
-                g_a = cute.local_tile(
-                    cute.domain_offset((pair_row, 0), m_a), cute.select(self.mma_tile, [0, 2]), (0, None)
-                )
-                part_s_a, part_g_a = cpasync.tma_partition(
-                    atom_a, coord[2], cute.make_layout(cute.size(cta_layout, mode=[2])),
-                    cute.group_modes(s_a, 0, 3), cute.group_modes(thr_mma.partition_A(g_a), 0, 3),
-                )  # fmt: skip
-                # Of one stacked array the expert is a coordinate; else every expert has a map of its own.
-                map_b, map_expert = None, expert
-                if cutlass.const_expr(self.variant.weights == "pointers"):
-                    map_b, map_expert = tensor_maps.pointer_to_map(problem.maps, expert), 0
-                    cpasync.fence_tma_desc_acquire(map_b)
-                g_b = cute.local_tile(
-                    cute.domain_offset((col, 0, map_expert), m_b), cute.select(self.mma_tile, [1, 2]), (0, None, 0)
-                )
-                part_s_b, part_g_b = cpasync.tma_partition(
-                    atom_b, coord[1], cute.make_layout(cute.size(cta_layout, mode=[1])),
-                    cute.group_modes(s_b, 0, 3), cute.group_modes(thr_mma.partition_B(g_b), 0, 3),
-                )  # fmt: skip
-                for k_tile in cutlass.range(k_tiles, unroll=1):
+                map_b, map_expert = self.expert_map(problem, expert)
+                for block in cutlass.range(num_blocks, unroll=1):
+                    g_a = thr_mma.partition_A(
+                        self.block_of_a(m_a, self.mma_tile[0], begin, end, pair_row, block)
+                    )
+                    g_b = thr_mma.partition_B(self.block_of_b(m_b, tile.n, begin, end, col, map_expert, block))
+                    part_s_a, part_g_a = self.part(atom_a, g_a, s_a, cta_layout, coord, 2)
+                    part_s_b, part_g_b = self.part(atom_b, g_b, s_b, cta_layout, coord, 1)
                     stages.producer_acquire(state)
                     barrier = stages.producer_get_barrier(state)
                     cute.copy(
-                        atom_a, part_g_a[None, k_tile], part_s_a[None, state.index],
-                        tma_bar_ptr=barrier, mcast_mask=mask_a,
+                        atom_a, part_g_a, part_s_a[None, state.index], tma_bar_ptr=barrier, mcast_mask=mask_a
                     )  # fmt: skip
                     cute.copy(
-                        atom_b, part_g_b[None, k_tile], part_s_b[None, state.index],
+                        atom_b, part_g_b, part_s_b[None, state.index],
                         tma_bar_ptr=barrier, mcast_mask=mask_b, tma_desc_ptr=map_b,
                     )  # fmt: skip
                     state.advance()
-            expert, row, _, col = self.scheduler.read_tile(ring, ring_state)
+            expert, _, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
             ring_state.advance()
         stages.producer_tail(state)
 
+    @staticmethod
+    def part(atom, g_block, s_stages, cta_layout, coord, mode):
+        """One CTA's part of a block and of the stages, shared along a mode of the cluster."""
+        ctas = cute.make_layout(cute.size(cta_layout, mode=[mode]))
+        return cpasync.tma_partition(
+            atom, coord[mode], ctas, cute.group_modes(s_stages, 0, 3), cute.group_modes(g_block, 0, 3)
+        )
+
     @cute.jit
-    def compute(self, stages, accumulators, ring, tiled_mma, s_a, s_b, acc, problem, k_tiles):
+    def compute(self, stages, accumulators, ring, tiled_mma, s_a, s_b, acc, problem):
         """The math warp. A pair's other CTA only keeps step with the tiles."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         leader = rank % self.pair == 0
@@ -288,16 +289,17 @@ class GroupedGemm(ForwardKernel):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, ACCUMULATORS)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
-        expert, _, _, _ = self.scheduler.read_tile(ring, ring_state)
+        expert, _, begin, end, _, _ = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
         while expert >= 0:
-            if expert < problem.l:
+            num_blocks = self.num_blocks(problem, expert, begin, end)
+            if num_blocks > 0:
                 if leader:
                     accumulators.producer_acquire(acc_state)
                     order_after_wait()
                     tile_acc = acc[None, None, None, acc_state.index]
                     tiled_mma.set(tcgen05.Field.ACCUMULATE, False)
-                    for _ in cutlass.range(k_tiles, unroll=1):
+                    for _ in cutlass.range(num_blocks, unroll=1):
                         stages.consumer_wait(state)
                         for block in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
                             at = (None, None, block, state.index)
@@ -307,7 +309,7 @@ class GroupedGemm(ForwardKernel):
                         state.advance()
                     accumulators.producer_commit(acc_state)
                 acc_state.advance()
-            expert, _, _, _ = self.scheduler.read_tile(ring, ring_state)
+            expert, _, begin, end, _, _ = self.scheduler.read_tile(ring, ring_state)
             ring_state.advance()
         accumulators.producer_tail(acc_state)
 
@@ -325,31 +327,31 @@ class GroupedGemm(ForwardKernel):
         acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, ACCUMULATORS)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
         stage_d = Int32(0)
-        expert, row, row_end, col = self.scheduler.read_tile(ring, ring_state)
+        expert, group, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
         while expert >= 0:
-            if cutlass.const_expr(self.variant.has_bias):
-                bias.store(bias.fetch(problem, expert, col), problem.bias_type)
-            factors = None
-            if cutlass.const_expr(self.variant.epilogue != "plain"):
-                row_end_0 = row_end if expert < problem.l else Int32(0)
-                factors = (
-                    epilogue.load_scale(problem.alpha, expert, expert < problem.l),
-                    *epilogue.row_factors(problem, row + thread, row_end_0),
-                )
-            if expert < problem.l:
+            if cutlass.const_expr(self.has_bias):
+                bias.store(bias.fetch(problem, expert, group, col), problem.bias_type)
+            computed = self.num_blocks(problem, expert, begin, end) > 0  # else the accumulators are not touched
+            factors = ()
+            if cutlass.const_expr(self.scaling is not None):
+                factors = (epilogue.load_scale(problem.alpha, group, computed),)
+            if cutlass.const_expr(self.scaling == "rows"):
+                row_end = end if computed else Int32(0)
+                factors = (*factors, *epilogue.row_factors(problem, row + thread, row_end))
+            if computed:
                 accumulators.consumer_wait(acc_state)
                 order_after_wait()
             if cutlass.const_expr(s_c is not None):
                 stage_d = self.store(
-                    "c", slabs_c, accumulators, acc_state, problem, factors, s_bias, expert, row, row_end, col, stage_d
+                    "c", slabs_c, accumulators, acc_state, computed, factors, s_bias, expert, row, end, col, stage_d
                 )
             stage_d = self.store(
-                "d", slabs_d, accumulators, acc_state, problem, factors, s_bias, expert, row, row_end, col, stage_d
+                "d", slabs_d, accumulators, acc_state, computed, factors, s_bias, expert, row, end, col, stage_d
             )
-            if expert < problem.l:
+            if computed:
                 acc_state.advance()
-            expert, row, row_end, col = self.scheduler.read_tile(ring, ring_state)
+            expert, group, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
             ring_state.advance()
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -376,12 +378,12 @@ class GroupedGemm(ForwardKernel):
         slab_store,
         accumulators,
         acc_state,
-        problem,
+        computed,
         factors,
         s_bias,
         expert,
         row,
-        row_end,
+        end,
         col,
         stage,
     ):
@@ -391,7 +393,7 @@ class GroupedGemm(ForwardKernel):
         for slab in cutlass.range(self.num_slabs(output), unroll=1):
             r_acc = cute.make_rmem_tensor(shape, Float32)
             r_acc.fill(0.0)
-            if expert < problem.l:
+            if computed:
                 cute.copy(tiled_load, part_acc[None, None, None, 0, slab, acc_state.index], r_acc)
                 cute.arch.fence_view_async_tmem_load()
                 if cutlass.const_expr(output == "d"):
@@ -400,23 +402,37 @@ class GroupedGemm(ForwardKernel):
                         cute.arch.sync_warp()
                         with cute.arch.elect_one():
                             accumulators.consumer_release(acc_state)
-            if cutlass.const_expr(self.variant.epilogue != "plain"):
+            if cutlass.const_expr(self.scaling is not None):
                 self.scale(output, r_acc, factors, cute.local_tile(s_bias[None, 0], (columns,), (slab,)))
-            slabs.store(slabs.tiled_copy.retile(r_acc), stage, row, row_end, col + slab * columns)
+            place = self.place(expert, row, end, col + slab * columns, SLAB_ROWS)
+            slabs.store(slabs.tiled_copy.retile(r_acc), stage, place)
             stage = (stage + 1) % epilogue.SLAB_STAGES
         return stage
 
     @cute.jit
     def scale(self, output: cutlass.Constexpr, r_acc, factors, s_bias):
         """From A B^T to C or D. s_bias: of the slab's columns."""
-        a, prob, of_bias, of_c = factors
-        if cutlass.const_expr(self.variant.has_bias):
-            r_bias = cute.make_rmem_tensor(s_bias.shape, Float32)
-            cute.autovec_copy(s_bias, r_bias)
-        for i in cutlass.range_constexpr(cute.size(r_acc)):
-            if cutlass.const_expr(self.variant.has_bias):
-                r_acc[i] = r_acc[i] * a + of_bias * r_bias[i]
-                if cutlass.const_expr(output == "d" and self.variant.c_dtype is not None):
-                    r_acc[i] = r_acc[i] * of_c
-            else:
-                r_acc[i] = r_acc[i] * a * prob
+        if cutlass.const_expr(self.scaling == "alpha"):
+            (a,) = factors
+            for i in cutlass.range_constexpr(cute.size(r_acc)):
+                r_acc[i] = r_acc[i] * a
+        else:
+            a, prob, of_bias, of_c = factors
+            if cutlass.const_expr(self.has_bias):
+                r_bias = cute.make_rmem_tensor(s_bias.shape, Float32)
+                cute.autovec_copy(s_bias, r_bias)
+            for i in cutlass.range_constexpr(cute.size(r_acc)):
+                if cutlass.const_expr(self.has_bias):
+                    r_acc[i] = r_acc[i] * a + of_bias * r_bias[i]
+                    if cutlass.const_expr(output == "d" and "c" in self.outputs):
+                        r_acc[i] = r_acc[i] * of_c
+                else:
+                    r_acc[i] = r_acc[i] * a * prob
+
+
+class GroupedGemm(Blackwell, Forward):
+    """Forward and dgrad."""
+
+
+class GroupedWgrad(Blackwell, Wgrad):
+    """Weight gradients."""

@@ -1,4 +1,4 @@
-"""Forward grouped GEMM for Hopper: copy engine loads, warpgroup matrix instructions, copy engine stores.
+"""Grouped GEMM for Hopper: copy engine loads, warpgroup matrix instructions, copy engine stores.
 
 Warps of a CTA (384 threads):
   warpgroup 0, warp 0   load: fills the stages of A and B
@@ -15,9 +15,11 @@ from cutlass import BFloat16, Float16, Float32, Int32, pipeline, utils
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
-from . import epilogue, operands, scheduler, tensor_maps
-from .forward import ForwardKernel
+from . import epilogue, operands, scheduler
+from .forward import Forward
+from .kernel import GroupedKernel
 from .scheduler import RING_STAGES
+from .wgrad import Wgrad
 
 WARPGROUP = 128
 MATH_WARPGROUPS = 2
@@ -28,7 +30,7 @@ LOAD_REGISTERS = 40
 MATH_REGISTERS = 232
 
 
-class GroupedGemm(ForwardKernel):
+class Hopper(GroupedKernel):
     def __init__(self, variant):
         super().__init__(
             variant,
@@ -39,23 +41,22 @@ class GroupedGemm(ForwardKernel):
             tile_readers=1 + 4 * MATH_WARPGROUPS,
         )
 
-    def boxes(self):
-        """Box of each tensor map, innermost dimension first: what one CTA brings or stores by one copy."""
+    def operand_boxes(self):
+        """What one CTA brings of A and of B by one copy: a part of a stage, where other CTAs bring the rest, cut along its outer dimension in memory."""
         tile = self.tile
-        # CTAs of a cluster column bring a part each of B's stage, cut along its outer dimension in memory.
-        if self.variant.b_major == "k":
-            box_b = (tile.k, tile.n // tile.cluster_m, 1)
-        else:
-            box_b = (64, tile.k // tile.cluster_m, 1)
-        return {"MAP_A": (tile.k, tile.m // tile.cluster_n), "MAP_B": box_b, **self.output_boxes()}
+
+        def box(major, rows, ctas):
+            return (tile.k, rows // ctas) if major == "k" else (64, tile.k // ctas)
+
+        return box(self.a_major, tile.m, tile.cluster_n), box(self.b_major, tile.n, tile.cluster_m)
 
     @cute.jit
     def launch(self, a_tensor, b_tensor, d_tensor, c_tensor, problem: operands.Problem, clusters: Int32, stream):
-        tile, variant = self.tile, self.variant
+        tile = self.tile
         tile_mnk = (tile.m, tile.n, tile.k)
-        b_layout = utils.LayoutEnum.ROW_MAJOR if variant.b_major == "k" else utils.LayoutEnum.COL_MAJOR
-        s_layout_a = hopper_helpers.make_smem_layout_a(utils.LayoutEnum.ROW_MAJOR, tile_mnk, BFloat16, self.stages)
-        s_layout_b = hopper_helpers.make_smem_layout_b(b_layout, tile_mnk, BFloat16, self.stages)
+        layouts = {"k": utils.LayoutEnum.ROW_MAJOR, "mn": utils.LayoutEnum.COL_MAJOR}
+        s_layout_a = hopper_helpers.make_smem_layout_a(layouts[self.a_major], tile_mnk, BFloat16, self.stages)
+        s_layout_b = hopper_helpers.make_smem_layout_b(layouts[self.b_major], tile_mnk, BFloat16, self.stages)
         s_layout_d, s_layout_c = self._slab_layout("d"), self._slab_layout("c")
 
         atom_a, m_a = self._load_atom(a_tensor, s_layout_a, (tile.m, tile.k), tile.cluster_n)
@@ -92,10 +93,15 @@ class GroupedGemm(ForwardKernel):
 
     def _tiled_mma(self):
         """One warpgroup, 64 rows and the tile's columns."""
-        k_major, mn_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        b_mode = k_major if self.variant.b_major == "k" else mn_major
+        modes = {"k": warpgroup.OperandMajorMode.K, "mn": warpgroup.OperandMajorMode.MN}
         return hopper_helpers.make_trivial_tiled_mma(
-            BFloat16, BFloat16, k_major, b_mode, Float32, (1, 1, 1), tiler_mn=(SLAB_ROWS, self.tile.n)
+            BFloat16,
+            BFloat16,
+            modes[self.a_major],
+            modes[self.b_major],
+            Float32,
+            (1, 1, 1),
+            tiler_mn=(SLAB_ROWS, self.tile.n),
         )
 
     @staticmethod
@@ -157,23 +163,22 @@ class GroupedGemm(ForwardKernel):
         s_bias = storage.bias.get_tensor(self.bias_layout())
         pipeline.pipeline_init_wait(cluster_shape_mn=cluster_mn)
 
-        k_tiles = cute.ceil_div(problem.k, tile.k)
         warpgroup_index = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == SCHEDULER_WARP:
                 self.scheduler.publish_tiles(ring, problem)
             if warp == LOAD_WARP:
-                self.load(stages, ring, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles)
+                self.load(stages, ring, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout)
         else:
             cute.arch.setmaxregister_increase(MATH_REGISTERS)
             self.compute(
                 stages, ring, s_a, s_b, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c,
-                problem, warpgroup_index - 1, tidx % WARPGROUP, k_tiles,
+                problem, warpgroup_index - 1, tidx % WARPGROUP,
             )  # fmt: skip
 
     @cute.jit
-    def load(self, stages, ring, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout, k_tiles):
+    def load(self, stages, ring, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout):
         """The load warp: for every tile, every stage's part of A and B that this CTA brings (for its whole row or column of the cluster)."""
         tile = self.tile
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -183,45 +188,40 @@ class GroupedGemm(ForwardKernel):
 
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
-        expert, row, _, col = self.scheduler.read_tile(ring, ring_state)
+        expert, _, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
         while expert >= 0:
-            if expert < problem.l:
-                g_a = cute.local_tile(cute.domain_offset((row, 0), m_a), (tile.m, tile.k), (0, None))
-                part_s_a, part_g_a = cpasync.tma_partition(
-                    atom_a, coord[1], cute.make_layout(tile.cluster_n),
-                    cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2),
-                )  # fmt: skip
-                # Of one stacked array the expert is a coordinate; else every expert has a map of its own.
-                map_b, map_expert = None, expert
-                if cutlass.const_expr(self.variant.weights == "pointers"):
-                    map_b, map_expert = tensor_maps.pointer_to_map(problem.maps, expert), 0
-                    cpasync.fence_tma_desc_acquire(map_b)
-                g_b = cute.local_tile(cute.domain_offset((col, 0, map_expert), m_b), (tile.n, tile.k), (0, None, 0))
-                part_s_b, part_g_b = cpasync.tma_partition(
-                    atom_b, coord[0], cute.make_layout(tile.cluster_m),
-                    cute.group_modes(s_b, 0, 2), cute.group_modes(g_b, 0, 2),
-                )  # fmt: skip
-                for k_tile in cutlass.range(k_tiles, unroll=1):
+            num_blocks = self.num_blocks(problem, expert, begin, end)
+            if num_blocks > 0:
+                map_b, map_expert = self.expert_map(problem, expert)
+                for block in cutlass.range(num_blocks, unroll=1):
+                    g_a = self.block_of_a(m_a, tile.m, begin, end, row, block)
+                    g_b = self.block_of_b(m_b, tile.n, begin, end, col, map_expert, block)
+                    part_s_a, part_g_a = self.part(atom_a, g_a, s_a, coord[1], tile.cluster_n)
+                    part_s_b, part_g_b = self.part(atom_b, g_b, s_b, coord[0], tile.cluster_m)
                     stages.producer_acquire(state)
                     barrier = stages.producer_get_barrier(state)
                     cute.copy(
-                        atom_a, part_g_a[None, k_tile], part_s_a[None, state.index],
-                        tma_bar_ptr=barrier, mcast_mask=mask_a,
+                        atom_a, part_g_a, part_s_a[None, state.index], tma_bar_ptr=barrier, mcast_mask=mask_a
                     )  # fmt: skip
                     cute.copy(
-                        atom_b, part_g_b[None, k_tile], part_s_b[None, state.index],
+                        atom_b, part_g_b, part_s_b[None, state.index],
                         tma_bar_ptr=barrier, mcast_mask=mask_b, tma_desc_ptr=map_b,
                     )  # fmt: skip
                     state.advance()
-            expert, row, _, col = self.scheduler.read_tile(ring, ring_state)
+            expert, _, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
             ring_state.advance()
         stages.producer_tail(state)
 
+    @staticmethod
+    def part(atom, g_block, s_stages, cta, ctas):
+        """One CTA's part of a block and of the stages, of which `ctas` bring a part each."""
+        return cpasync.tma_partition(
+            atom, cta, cute.make_layout(ctas), cute.group_modes(s_stages, 0, 2), cute.group_modes(g_block, 0, 2)
+        )
+
     @cute.jit
-    def compute(
-        self, stages, ring, s_a, s_b, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c, problem, half, thread, k_tiles
-    ):
+    def compute(self, stages, ring, s_a, s_b, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c, problem, half, thread):
         """A math warpgroup: accumulates rows [64 half, 64 half + 64) of the tile, then scales, converts and stores them."""
         warp = cute.arch.make_warp_uniform(thread // 32)
         tiled_mma = self._tiled_mma()
@@ -241,15 +241,15 @@ class GroupedGemm(ForwardKernel):
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
         stage_d = Int32(0)
-        expert, row, row_end, col = self.scheduler.read_tile(ring, ring_state)
+        expert, group, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
         while expert >= 0:
-            if cutlass.const_expr(self.variant.has_bias):
-                bias_bits = bias.fetch(problem, expert, col)
+            if cutlass.const_expr(self.has_bias):
+                bias_bits = bias.fetch(problem, expert, group, col)
             # For every tile, not only for those without contraction: in a branch, this spills (docs/architecture.md).
             acc.fill(0.0)
-            tile_k_tiles = k_tiles if expert < problem.l else 0
-            for k_tile in cutlass.range(tile_k_tiles, unroll=1):
+            num_blocks = self.num_blocks(problem, expert, begin, end)
+            for i in cutlass.range(num_blocks, unroll=1):
                 stages.consumer_wait(state)
                 warpgroup.fence()
                 for block in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
@@ -259,31 +259,35 @@ class GroupedGemm(ForwardKernel):
                 warpgroup.commit_group()
                 state.advance()
                 warpgroup.wait_group(1)
-                if k_tile > 0:
+                if i > 0:
                     stages.consumer_release(release)
                     release.advance()
             warpgroup.wait_group(0)
-            if tile_k_tiles > 0:
+            if num_blocks > 0:
                 stages.consumer_release(release)
                 release.advance()
 
             slab_row = row + half * SLAB_ROWS
-            if cutlass.const_expr(self.variant.has_bias):
+            if cutlass.const_expr(self.has_bias):
                 bias.store(bias_bits, problem.bias_type)
-            if cutlass.const_expr(self.variant.epilogue != "plain"):
-                # A thread holds two rows, 8 apart.
-                row_0 = slab_row + warp * 16 + cute.arch.lane_idx() // 4
-                a = epilogue.load_scale(problem.alpha, expert, expert < problem.l)
-                row_end_0 = row_end if expert < problem.l else Int32(0)
-                factors_0 = epilogue.row_factors(problem, row_0, row_end_0)
-                factors_1 = epilogue.row_factors(problem, row_0 + 8, row_end_0)
-                self.scale(acc, a, factors_0, factors_1, bias.s_bias)
+            if cutlass.const_expr(self.scaling is not None):
+                a = epilogue.load_scale(problem.alpha, group, num_blocks > 0)
+                if cutlass.const_expr(self.scaling == "rows"):
+                    # A thread holds two rows, 8 apart.
+                    row_0 = slab_row + warp * 16 + cute.arch.lane_idx() // 4
+                    row_end_0 = end if num_blocks > 0 else Int32(0)
+                    factors_0 = epilogue.row_factors(problem, row_0, row_end_0)
+                    factors_1 = epilogue.row_factors(problem, row_0 + 8, row_end_0)
+                    self.scale(acc, a, factors_0, factors_1, bias.s_bias)
+                else:
+                    for i in cutlass.range_constexpr(cute.size(acc)):
+                        acc[i] = acc[i] * a
             if cutlass.const_expr(s_c is not None):
-                stage_d = self.store("c", slabs_c, acc, stage_d, slab_row, row_end, col)
+                stage_d = self.store("c", slabs_c, acc, stage_d, expert, slab_row, end, col)
                 for i in cutlass.range_constexpr(cute.size(acc)):
                     acc[i] = acc[i] * (factors_0 if i // 2 % 2 == 0 else factors_1)[2]
-            stage_d = self.store("d", slabs_d, acc, stage_d, slab_row, row_end, col)
-            expert, row, row_end, col = self.scheduler.read_tile(ring, ring_state)
+            stage_d = self.store("d", slabs_d, acc, stage_d, expert, slab_row, end, col)
+            expert, group, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
             ring_state.advance()
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -301,14 +305,14 @@ class GroupedGemm(ForwardKernel):
         return epilogue.SlabStore(atom, m, type_code, s_half, thr_s, tiled_copy, warp, barrier)
 
     @cute.jit
-    def store(self, output: cutlass.Constexpr, slabs, acc, stage, row, row_end, col):
+    def store(self, output: cutlass.Constexpr, slabs, acc, stage, expert, row, end, col):
         """All slabs of a warpgroup's rows; the stage after the last."""
         r_acc = slabs.tiled_copy.retile(acc)
         for slab in cutlass.range_constexpr(self.num_slabs(output)):
             r_slab = cute.make_rmem_tensor(slabs.thr_s[None, None, None, 0].shape, Float32)
             for i in cutlass.range_constexpr(cute.size(r_slab)):
                 r_slab[i] = r_acc[slab * cute.size(r_slab) + i]
-            slabs.store(r_slab, stage, row, row_end, col + slab * self.slab(output)[1])
+            slabs.store(r_slab, stage, self.place(expert, row, end, col + slab * self.slab(output)[1], SLAB_ROWS))
             stage = (stage + 1) % epilogue.SLAB_STAGES
         return stage
 
@@ -317,8 +321,16 @@ class GroupedGemm(ForwardKernel):
         """From A B^T to what is stored first: C, or D where C is not."""
         for i in cutlass.range_constexpr(cute.size(acc)):
             prob, of_bias, _ = factors_0 if i // 2 % 2 == 0 else factors_1
-            if cutlass.const_expr(self.variant.has_bias):
+            if cutlass.const_expr(self.has_bias):
                 column = i // 4 * 8 + cute.arch.lane_idx() % 4 * 2 + i % 2
                 acc[i] = acc[i] * a + of_bias * s_bias[column]
             else:
                 acc[i] = acc[i] * a * prob
+
+
+class GroupedGemm(Hopper, Forward):
+    """Forward and dgrad."""
+
+
+class GroupedWgrad(Hopper, Wgrad):
+    """Weight gradients."""

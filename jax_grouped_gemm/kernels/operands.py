@@ -17,10 +17,11 @@ TYPE_BFLOAT16, TYPE_FLOAT16, TYPE_FLOAT32 = 1, 2, 3
 
 @dataclass(frozen=True)
 class Problem:
-    """A kernel's parameters after the tensors, in this order: `forward_fields` names the same. None: not in this variant."""
+    """A kernel's parameters after the tensors, in this order: `forward_fields` and `wgrad_fields` name the same. None: not in this variant."""
 
     maps: cute.Pointer | None
     offsets: cute.Pointer
+    experts: cute.Pointer
     counter: cute.Pointer
     alpha: cute.Pointer | None
     prob: cute.Pointer | None
@@ -32,6 +33,7 @@ class Problem:
     n: Int32
     k: Int32
     l: Int32
+    groups: Int32
 
 
 def extents(m, n, k):
@@ -56,12 +58,58 @@ def experts_of_b(pointer, n, k, l, b_major):
 def ragged_rows(pointer, m, n, box_rows):
     """D or C as (box_rows, N, M + box_rows): the row of element (x, c, y) is x + y - box_rows.
 
-    Rows are spelled twice, so that a store of box_rows rows can be cut at a row of its choice: see `epilogue.ragged_row`.
+    Rows are spelled twice, so that a store of box_rows rows can be cut at a row of its choice: see `ragged_row`.
     """
     base = cute.make_tensor(pointer, cute.make_layout((m, n), stride=(Int64(n), 1)))
     shifted = cute.domain_offset((-box_rows, 0), base)
     layout = cute.make_layout((box_rows, n, m + box_rows), stride=(Int64(n), 1, Int64(n)))
     return cute.make_tensor(shifted.iterator, layout)
+
+
+@cute.jit
+def ragged_row(row: Int32, row_end: Int32, box_rows: cutlass.Constexpr[int]):
+    """(x, y) that store box_rows rows from `row` on, but none at or past row_end: see `ragged_rows`."""
+    x = cutlass.min(cutlass.max(box_rows - (row_end - row), 0), box_rows)
+    return x, row + box_rows - x
+
+
+WRAP = 2**30  # times a stride of 2^34 bytes: once around the addresses
+
+
+def ragged_loads(pointer, m, n):
+    """X (M, N), bfloat16, as (N, 2^30, M + 1, 2^30 + 1): element (c, x, y, 2^30) is in row x + y - 2^30.
+
+    Rows are spelled twice, as in `ragged_rows`, but the tensor starts at its first element, which loads want to be a mapped address: what `ragged_rows`
+    takes off the address, the last dimension does modulo 2^64.
+    """
+    around = 2**33 - Int64(n)  # elements of 2 bytes
+    layout = cute.make_layout((n, WRAP, m + 1, WRAP + 1), stride=(1, Int64(n), Int64(n), around))
+    return cute.make_tensor(pointer, layout)
+
+
+def ragged_load(row, row_end, box_rows):
+    """(x, y, z) that load box_rows rows from `row` on, with zeros for those at or past row_end, which is past `row`."""
+    rows = cutlass.min(row_end - row, box_rows)
+    return WRAP - rows, row + rows, WRAP
+
+
+def results(pointer, n, k, l):
+    """Weight gradients (N, K, L): the bytes of (L, N, K)."""
+    return cute.make_tensor(pointer, cute.make_layout((n, k, l), stride=(Int64(k), 1, Int64(n) * k)))
+
+
+def wgrad_fields():
+    """As `forward_fields`."""
+    return [
+        ["MAP_A"],
+        ["DIM_N", "DIM_LOAD_ROWS"],
+        ["MAP_B"],
+        ["DIM_K", "DIM_LOAD_ROWS"],
+        ["MAP_D"],
+        ["DIM_N", "DIM_K", "DIM_L"],
+        *[[f"PTR_{name}"] for name in ("OFFSETS", "EXPERTS", "COUNTER", "ALPHA")],
+        *[[f"DIM_{name}"] for name in ("M", "N", "K", "L", "GROUPS")],
+    ]
 
 
 def forward_fields(variant):
@@ -77,6 +125,7 @@ def forward_fields(variant):
         *([["MAP_C"], ["DIM_N", "DIM_D_ROWS"]] if variant.c_dtype else []),
         *([] if dense else [["PTR_MAPS"]]),
         ["PTR_OFFSETS"],
+        ["PTR_EXPERTS"],
         ["PTR_COUNTER"],
         *([] if plain else [["PTR_ALPHA"], ["PTR_PROB"]]),
         *([["PTR_BIAS"], ["TYPE_BIAS"]] if variant.has_bias else []),
@@ -86,4 +135,5 @@ def forward_fields(variant):
         ["DIM_N"],
         ["DIM_K"],
         ["DIM_L"],
+        ["DIM_GROUPS"],
     ]

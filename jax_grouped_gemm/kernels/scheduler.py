@@ -3,8 +3,12 @@
 Shared by every architecture. One warp of each CTA, the scheduler warp, walks the group offsets and publishes work tiles
 through a small ring in shared memory; all other warps only read tiles.
 
-Order. Groups in order of expert, and after the last group a pseudo-group of the rows at or past the last offset, whose tiles have no
-contraction and so store zeros. Inside a group, bands of BAND cluster rows; inside a band, cluster rows fastest: clusters that run at the same time then
+Groups. Group g is expert g's, or that of the call's list of experts. A group whose expert does not exist has rows, but no weights and no weight gradient.
+
+Tiles. `RaggedRows`: tiles of the result's rows, of every group, and after the last group of a pseudo-group of the rows at or past the last offset; those of
+rows without an expert have no contraction and so store zeros. `RaggedContraction`: tiles of the whole result of every group that has an expert.
+
+Order. Groups in order; inside a group, bands of BAND cluster rows; inside a band, cluster rows fastest: clusters that run at the same time then
 share few row panels of A and few column panels of B in L2.
 
 Schedule. The first tile of a cluster is that of its own index. Static: then every C-th, where C is the number of clusters. Dynamic, where the call has
@@ -23,11 +27,10 @@ from cutlass import Int32, pipeline
 LANES = 32
 BAND = 8
 RING_STAGES = 3
-# A published tile: (expert, first row, end of the group's rows, first column).
-TILE_WORDS = 4
+# A published tile: (expert, group, first row of the contraction or of the tile, end of the group's rows, and of the tile in the
+# result, first row, first column).
+TILE_WORDS = 6
 NO_MORE_TILES = -1
-
-
 CLAIM_BYTES = 4
 
 
@@ -59,9 +62,13 @@ class Ring:
 
 
 class TileScheduler:
+    """What a group's tiles are, a subclass says: `cluster_rows_of` a group, and where a tile of it lies, `place`."""
+
     def __init__(self, tile, num_consumer_warps):
         self.tile = tile
         self.cluster_size = tile.cluster_m * tile.cluster_n
+        self.cluster_rows = tile.m * tile.cluster_m
+        self.cluster_cols = tile.n * tile.cluster_n
         self.num_consumer_warps = num_consumer_warps
 
     def make_ring(self, storage, warp):
@@ -93,15 +100,10 @@ class TileScheduler:
     @cute.jit
     def publish_tiles(self, ring: Ring, problem):
         """The scheduler warp's whole work. Lane i of the walk holds group chunk + i."""
-        m, n, l = problem.m, problem.n, problem.l
         lane = cute.arch.lane_idx()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        rank_m = rank % self.tile.cluster_m
-        rank_n = rank // self.tile.cluster_m
-        cluster_rows = self.tile.m * self.tile.cluster_m
-        cluster_cols = self.tile.n * self.tile.cluster_n
-        num_cols = cute.ceil_div(n, cluster_cols)
-        g_offsets = cute.make_tensor(problem.offsets, cute.make_layout(l))
+        num_cols = cute.ceil_div(self.result_cols(problem), self.cluster_cols)
+        g_offsets = cute.make_tensor(problem.offsets, cute.make_layout(problem.groups))
 
         bidx, _, _ = cute.arch.block_idx()
         gdim, _, _ = cute.arch.grid_dim()
@@ -120,12 +122,12 @@ class TileScheduler:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, RING_STAGES)
         more = cutlass.Boolean(True)
         while more:
-            # Groups 0 ... l - 1, and l for the rows past them.
-            while index >= last_tiles_end and chunk + LANES <= l:
+            # Past the last group: one of the rows past them.
+            while index >= last_tiles_end and chunk + LANES <= problem.groups:
                 chunk += LANES
-                end = m
-                if chunk + lane < l:
-                    end = cutlass.min(g_offsets[chunk + lane], m)
+                end = problem.m
+                if chunk + lane < problem.groups:
+                    end = cutlass.min(g_offsets[chunk + lane], problem.m)
                 end = cutlass.max(end, last_end)
                 for shift in cutlass.range_constexpr(5):
                     other = cute.arch.shuffle_sync_up(end, 1 << shift)
@@ -136,7 +138,7 @@ class TileScheduler:
                     begin = last_end
                 last_end = cute.arch.shuffle_sync(end, LANES - 1)
 
-                tiles_end = cute.ceil_div(end - begin, cluster_rows) * num_cols
+                tiles_end = self.cluster_rows_of(problem, chunk + lane, begin, end) * num_cols
                 for shift in cutlass.range_constexpr(5):
                     other = cute.arch.shuffle_sync_up(tiles_end, 1 << shift)
                     if lane >= 1 << shift:
@@ -145,15 +147,16 @@ class TileScheduler:
                 last_tiles_end = cute.arch.shuffle_sync(tiles_end, LANES - 1)
 
             more = index < last_tiles_end
-            expert = Int32(NO_MORE_TILES)
-            row = Int32(0)
-            row_end = Int32(0)
-            col = Int32(0)
+            expert, group = Int32(NO_MORE_TILES), Int32(0)
+            group_begin, group_end = Int32(0), Int32(0)
+            row, col = Int32(0), Int32(0)
             if more:
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(tiles_end <= index))
-                row_begin = cute.arch.shuffle_sync(begin, owner)
-                row_end = cute.arch.shuffle_sync(end, owner)
-                num_rows = cute.ceil_div(row_end - row_begin, cluster_rows)
+                group = chunk + owner
+                expert = self.expert_of(problem, group)
+                group_begin = cute.arch.shuffle_sync(begin, owner)
+                group_end = cute.arch.shuffle_sync(end, owner)
+                num_rows = self.cluster_rows_of(problem, group, group_begin, group_end)
                 local = index - (cute.arch.shuffle_sync(tiles_end, owner) - num_rows * num_cols)
 
                 band = local // (BAND * num_cols)
@@ -162,18 +165,15 @@ class TileScheduler:
                 cluster_col = local // band_rows
                 cluster_row = band * BAND + local - cluster_col * band_rows
 
-                expert = chunk + owner
-                row = row_begin + cluster_row * cluster_rows + rank_m * self.tile.m
-                col = cluster_col * cluster_cols + rank_n * self.tile.n
+                row = cluster_row * self.cluster_rows + rank % self.tile.cluster_m * self.tile.m
+                col = cluster_col * self.cluster_cols + rank // self.tile.cluster_m * self.tile.n
 
             ring.pipe.producer_acquire(state)
             # The first lane's tile starts the entry's next round. A lane that had not begun to wait for this one would miss it, and wait for ever.
             cute.arch.sync_warp()
             if lane == 0:
-                ring.s_tiles[0, state.index] = expert
-                ring.s_tiles[1, state.index] = row
-                ring.s_tiles[2, state.index] = row_end
-                ring.s_tiles[3, state.index] = col
+                for i, word in enumerate(self.place(expert, group, group_begin, group_end, row, col)):
+                    ring.s_tiles[i, state.index] = word
                 ring.pipe.producer_commit(state)
             if dynamic:
                 if more:
@@ -214,19 +214,63 @@ class TileScheduler:
         return value
 
     @cute.jit
+    def expert_of(self, problem, group: Int32):
+        """problem.l: none."""
+        expert = problem.l
+        if group < problem.groups:
+            expert = group
+            if problem.experts.toint() != 0:
+                expert = cute.make_tensor(problem.experts, cute.make_layout(problem.groups))[group]
+                if expert < 0 or expert >= problem.l:
+                    expert = problem.l
+        return expert
+
+    @cute.jit
     def read_tile(self, ring: Ring, state):
-        """(expert, row, row_end, col) of the next tile, for one consumer warp; expert < 0 after the last. The caller advances `state`."""
+        """(expert, group, begin, end, row, col) of the next tile, for one consumer warp; expert < 0 after the last. The caller advances `state`."""
         ring.pipe.consumer_wait(state)
-        expert = ring.s_tiles[0, state.index]
-        row = ring.s_tiles[1, state.index]
-        row_end = ring.s_tiles[2, state.index]
-        col = ring.s_tiles[3, state.index]
+        words = [ring.s_tiles[i, state.index] for i in range(TILE_WORDS)]
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             ring.pipe.consumer_release(state)
-        return (
-            cute.arch.make_warp_uniform(expert),
-            cute.arch.make_warp_uniform(row),
-            cute.arch.make_warp_uniform(row_end),
-            cute.arch.make_warp_uniform(col),
-        )
+        return tuple(cute.arch.make_warp_uniform(word) for word in words)
+
+
+class RaggedRows(TileScheduler):
+    """Forward and dgrad: the groups' rows are the result's. A tile's `begin` is its own first row, in A as in the result."""
+
+    def result_cols(self, problem):
+        return problem.n
+
+    def cluster_rows_of(self, problem, group, begin, end):
+        return cute.ceil_div(end - begin, self.cluster_rows)
+
+    def place(self, expert, group, begin, end, row, col):
+        return expert, group, begin + row, end, begin + row, col
+
+
+class RaggedContraction(TileScheduler):
+    """Weight gradients: the groups' rows are contracted, and every group with an expert has a whole result.
+
+    accumulate: adds to the result, so that a group without rows has nothing to do.
+    """
+
+    def __init__(self, tile, num_consumer_warps, accumulate):
+        super().__init__(tile, num_consumer_warps)
+        self.accumulate = accumulate
+
+    def result_cols(self, problem):
+        return problem.k
+
+    @cute.jit
+    def cluster_rows_of(self, problem, group: Int32, begin: Int32, end: Int32):
+        rows = Int32(0)
+        if group < problem.groups and self.expert_of(problem, group) < problem.l:
+            rows = cute.ceil_div(problem.n, self.cluster_rows)
+        if cutlass.const_expr(self.accumulate):
+            if begin == end:
+                rows = Int32(0)
+        return rows
+
+    def place(self, expert, group, begin, end, row, col):
+        return expert, group, begin, end, row, col

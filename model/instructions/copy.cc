@@ -1,8 +1,10 @@
 // The copy engine: PTX ISA 9.7.9.27 (tensor copies), 9.7.9.28 (tensormap.replace).
 
 #include <algorithm>
+#include <cstring>
 
 #include "../decode.h"
+#include "../floats.h"
 #include "../tensor_map.h"
 
 namespace model {
@@ -211,10 +213,25 @@ Execute TensorLoad(Decoder& d, bool cluster_form) {
   };
 }
 
-// shared -> global, skipping what is out of bounds. Issued by a whole warp with the same operands
-// it is one store: the instruction is the warp's, and the groups that it joins are every lane's.
-Execute TensorStore(Decoder& d) {
-  if (!d.Take("shared::cta")) d.Unknown("a tensor copy to here");
+// Elements of `data` plus those at `address`.
+void AddFloats(Allocation& allocation, uint64_t address, uint8_t* data, uint64_t bytes, Actor by) {
+  std::vector<uint8_t> old(bytes);
+  allocation.Read(address, bytes, old.data(), by);
+  for (uint64_t i = 0; i < bytes; i += 4) {
+    float value, sum;
+    std::memcpy(&value, data + i, 4);
+    std::memcpy(&sum, &old[i], 4);
+    // As `red` does it: subnormal operands and sums become zeros that keep the sign.
+    sum = Flushed(Flushed(sum) + Flushed(value));
+    std::memcpy(data + i, &sum, 4);
+  }
+}
+
+// shared -> global, skipping what is out of bounds; or added to what is there. Issued by a whole
+// warp with the same operands it is one store: the instruction is the warp's, and the groups that
+// it joins are every lane's.
+Execute TensorStore(Decoder& d, bool add) {
+  if (!add && !d.Take("shared::cta")) d.Unknown("a tensor copy from here");
   d.Take("tile");
   if (!d.Take("bulk_group")) d.Unknown("a store that completes otherwise");
   const bool hint = d.Take("L2::cache_hint");
@@ -231,6 +248,8 @@ Execute TensorStore(Decoder& d) {
     state->read_event = cluster.Start();
     state->written_event = cluster.Start(true);
     const TensorMap tensor_map = MapAt(w, lane, w.Read(map, m)[lane], state->read_event);
+    if (add && tensor_map.type != ElementType::kFloat32)
+      Raise("unknown", "a sum of elements that are not float32");
     const std::vector<int64_t> at = CoordinatesOf(w, coordinates, lane);
     for (int64_t c : at) {
       if (c < 0) Raise("bounds", "a tensor store at a negative coordinate, ", c);
@@ -265,10 +284,11 @@ Execute TensorStore(Decoder& d) {
                                     if (!row.inside || box->count == 0) continue;
                                     const uint64_t to = row.address + box->first * element,
                                                    bytes = box->count * element;
-                                    machine.global.Find(to, bytes, "tensor store")
-                                        .Write(to, bytes,
-                                               &(*data)[r * box->row_bytes + box->first * element],
-                                               by);
+                                    uint8_t* from =
+                                        &(*data)[r * box->row_bytes + box->first * element];
+                                    Allocation& d = machine.global.Find(to, bytes, "tensor store");
+                                    if (add) AddFloats(d, to, from, bytes, by);
+                                    d.Write(to, bytes, from, by);
                                   }
                                   state->written = true;
                                 },
@@ -286,8 +306,19 @@ INSTRUCTION(Tensor, "cp.async.bulk.tensor", "9.7.9.27.1.2 cp.async.bulk.tensor")
     d.Unknown("a tensor copy of dimension " + dimensions);
   if (d.Take("shared::cluster")) return TensorLoad(d, true);
   if (d.Take("shared::cta")) return TensorLoad(d, false);
-  if (d.Take("global")) return TensorStore(d);
+  if (d.Take("global")) return TensorStore(d, false);
   d.Unknown("a tensor copy to here");
+}
+
+INSTRUCTION(TensorReduce, "cp.reduce.async.bulk.tensor",
+            "9.7.9.27.1.3 cp.reduce.async.bulk.tensor") {
+  const std::string dimensions = d.Next();
+  if (dimensions.size() != 2 || dimensions[1] != 'd')
+    d.Unknown("a tensor reduction of dimension " + dimensions);
+  if (!d.Take("global")) d.Unknown("a tensor reduction to here");
+  if (!d.Take("shared::cta")) d.Unknown("a tensor reduction from here");
+  if (!d.Take("add")) d.Unknown("a tensor reduction other than a sum");
+  return TensorStore(d, true);
 }
 
 INSTRUCTION(CommitGroup, "cp.async.bulk.commit_group", "9.7.9.27.2.1 cp.async.bulk.commit_group") {

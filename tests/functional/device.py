@@ -61,10 +61,18 @@ def driver():
 @functools.cache
 def _library():
     _model()
-    loaded = ctypes.CDLL(str(library.LIBRARY))
-    loaded.jgg_forward.argtypes = [ctypes.POINTER(direct.LibraryCall)]
-    loaded.jgg_forward.restype = ctypes.c_char_p
-    return loaded
+    return ctypes.CDLL(str(library.LIBRARY))
+
+
+class WgradCall(ctypes.Structure):
+    """jgg_wgrad_call of ffi/c_api.h."""
+
+    _fields_ = (
+        [("struct_size", ctypes.c_int64)]
+        + [(name, ctypes.c_char_p) for name in ("sm90", "sm100", "d_dtype")]
+        + [(name, ctypes.c_int64) for name in ("m", "n", "k", "l", "groups", "dynamic", "accumulate", "overlap_margin")]
+        + [(name, ctypes.c_uint64) for name in ("x", "y", "offsets", "experts", "alpha", "d", "scratch", "stream")]
+    )
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -97,8 +105,9 @@ def register(name, text=None):
 def register_with_prologues(variant, text=None):
     """A variant, and the kernels that run before it where weights are in arrays of their own."""
     register(variant.name, text)
-    for source in ("memory", "value"):
-        register(config.prologue_name(variant.arch, source))
+    if not isinstance(variant, config.WgradVariant):
+        for source in ("memory", "value"):
+            register(config.prologue_name(variant.arch, source))
 
 
 def register_program(name, text, cubin=b"none"):
@@ -181,9 +190,9 @@ class Memory:
         self._buffers.append(base)
         return base + skew
 
-    def put(self, name, array, **options):
+    def put(self, name, array, *, writable=False, **options):
         array = np.ascontiguousarray(array)
-        address = self.new(name, max(array.nbytes, 1), writable=False, **options)
+        address = self.new(name, max(array.nbytes, 1), writable=writable, **options)
         assert _model().model_write(address, array.ctypes.data, array.nbytes) == 0
         return address
 
@@ -200,11 +209,15 @@ class Memory:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-LOOSE = ("offsets", "alpha", "prob", "bias", "b_ptrs")  # operands that need only their element's alignment
+LOOSE = ("offsets", "experts", "alpha", "prob", "bias", "b_ptrs")  # operands that need only their element's alignment
+
+
+def is_wgrad(variant):
+    return isinstance(variant, config.WgradVariant)
 
 
 def library_call(variant, case, dynamic, b_ptrs, put, new):
-    """The library's call of this variant for an `oracle.Case`, on a device with put(name, array) and new(name, bytes).
+    """The library's call of this variant for an `oracle.Case` or `wgrad.Case`, on a device with put(name, array) and new(name, bytes).
 
     b_ptrs: of kernels that take one address per expert, how: "memory" or "value".
 
@@ -212,12 +225,29 @@ def library_call(variant, case, dynamic, b_ptrs, put, new):
       call: whose arrays on the host, in `call.keep`, live as long as it.
       outputs: [(name, address, shape, dtype)] of D, and of C where there is one.
     """
+    return (_wgrad_call if is_wgrad(variant) else _forward_call)(variant, case, dynamic, b_ptrs, put, new)
+
+
+def make_call(loaded, variant, call):
+    """By this copy of the library.
+
+    Raises:
+      RuntimeError: its error.
+    """
+    entry = loaded.jgg_wgrad if is_wgrad(variant) else loaded.jgg_forward
+    entry.argtypes, entry.restype = [ctypes.POINTER(type(call))], ctypes.c_char_p
+    error = entry(ctypes.byref(call))
+    if error is not None:
+        raise RuntimeError(error.decode())
+
+
+def _forward_call(variant, case, dynamic, b_ptrs, put, new):
     m, k = case.a.shape
-    l, n = case.offsets.size, case.b.shape[1 if case.b_major == "k" else 2]
+    l, n = len(case.b), case.b.shape[1 if case.b_major == "k" else 2]
     call = direct.LibraryCall(struct_size=ctypes.sizeof(direct.LibraryCall))
     setattr(call, f"sm{variant.arch}", variant.name.encode())
     call.b_major, call.d_dtype = case.b_major.encode(), case.d_dtype.encode()
-    call.m, call.n, call.k, call.l, call.dynamic = m, n, k, l, dynamic
+    call.m, call.n, call.k, call.l, call.groups, call.dynamic = m, n, k, l, case.offsets.size, dynamic
     call.a, call.offsets = put("a", case.a), put("offsets", case.offsets)
     if variant.weights == "dense":
         call.weights, call.b = b"dense", put("b", case.b)
@@ -229,7 +259,7 @@ def library_call(variant, case, dynamic, b_ptrs, put, new):
             call.weight_addresses = ctypes.cast(call.keep, ctypes.POINTER(ctypes.c_uint64))
         else:
             call.weights, call.b = b"pointers", put("b_ptrs", np.array(addresses, np.uint64))
-    for operand in ("alpha", "prob"):
+    for operand in ("experts", "alpha", "prob"):
         if (array := getattr(case, operand)) is not None:
             setattr(call, operand, put(operand, array))
     if case.bias is not None:
@@ -246,8 +276,24 @@ def library_call(variant, case, dynamic, b_ptrs, put, new):
     return call, outputs
 
 
-def forward(variant, case, *, dynamic=False, clusters=2, policy="random", seed=0, b_ptrs=None):
-    """What `library_call` computes on the model: D, or (D, C). clusters: that the device runs at once.
+def _wgrad_call(variant, case, dynamic, b_ptrs, put, new):
+    (m, n), k, l = case.x.shape, case.y.shape[1], case.l
+    call = WgradCall(struct_size=ctypes.sizeof(WgradCall), d_dtype=variant.d_dtype.encode())
+    setattr(call, f"sm{variant.arch}", variant.name.encode())
+    call.m, call.n, call.k, call.l, call.groups, call.dynamic = m, n, k, l, case.offsets.size, dynamic
+    for operand in ("x", "y", "offsets", "experts", "alpha"):
+        if (array := getattr(case, operand)) is not None:
+            setattr(call, operand, put(operand, array))
+    dtype = np.dtype(getattr(ml_dtypes, variant.d_dtype, variant.d_dtype))
+    call.d = new("d", l * n * k * dtype.itemsize) if case.total is None else put("d", case.total, writable=True)
+    call.accumulate = variant.accumulate
+    if dynamic:
+        call.scratch = new("scratch", 128)
+    return call, [("d", call.d, (l, n, k), dtype)]
+
+
+def run(variant, case, *, dynamic=False, clusters=2, policy="random", seed=0, b_ptrs=None):
+    """What a variant computes on the model: D, or (D, C). clusters: that the device runs at once.
 
     Raises:
       Fault: what the kernel did wrong.
@@ -256,36 +302,41 @@ def forward(variant, case, *, dynamic=False, clusters=2, policy="random", seed=0
     schedule(policy, seed)
     with Memory() as memory:
 
-        def put(name, array):
-            return memory.put(name, array, align=64, skew=array.itemsize) if name in LOOSE else memory.put(name, array)
+        def put(name, array, **options):
+            loose = {"align": 64, "skew": array.itemsize} if name in LOOSE else {}
+            return memory.put(name, array, **loose, **options)
 
         call, outputs = library_call(variant, case, dynamic, b_ptrs, put, memory.new)
-        error = _library().jgg_forward(ctypes.byref(call))
-        check_launches()
-        if error is not None:
-            raise RuntimeError(error.decode())
+        try:
+            make_call(_library(), variant, call)
+        finally:
+            check_launches()
         got = tuple(memory.get(address, shape, dtype) for _, address, shape, dtype in outputs)
-        return got if case.generate_c else got[0]
+        return got if len(got) > 1 else got[0]
 
 
 # --- comparison -------------------------------------------------------------------------------------------------------
 
 
-def exact_case(rng, variant, ends, n, k, m, *, alpha=False, prob=False, bias=None, c_dtype=None, d_dtype=None):
+def exact_case(
+    rng, variant, ends, n, k, m, *, alpha=False, prob=False, bias=None, c_dtype=None, d_dtype=None, experts=None
+):  # fmt: skip
     """An `oracle.Case` of small integers and powers of two, whose sums are exact in float32 in any order."""
-    l = len(ends)
+    groups = len(ends)
+    l = groups if experts is None else max(experts) + 1
     shape = (l, n, k) if variant.b_major == "k" else (l, k, n)
     case = oracle.Case(
         rng.integers(-4, 5, (m, k)).astype(oracle.BF16),
         rng.integers(-4, 5, shape).astype(oracle.BF16),
         np.array(ends, np.int32),
-        rng.choice([0.5, 1, 2, -1], l).astype(np.float32) if alpha else None,
+        rng.choice([0.5, 1, 2, -1], groups).astype(np.float32) if alpha else None,
         rng.choice([0.25, 0.5, 1, 2], m).astype(np.float32) if prob else None,
         variant.b_major,
         d_dtype or variant.d_dtype,
-        None if bias is None else rng.integers(-8, 9, (l, n)).astype(bias),
+        None if bias is None else rng.integers(-8, 9, (groups, n)).astype(bias),
         variant.c_dtype is not None,
         c_dtype,
+        None if experts is None else np.array(experts, np.int32),
     )
     oracle._poison(case)
     return case
@@ -293,13 +344,18 @@ def exact_case(rng, variant, ends, n, k, m, *, alpha=False, prob=False, bias=Non
 
 def check_exact(got, case):
     """Bit for bit what exact arithmetic and one rounding give."""
-    for output, array in zip("DC", got if case.generate_c else (got,), strict=False):
-        want = oracle.oracle(case, output)[0].astype(array.dtype)
+    wants = case.results() if hasattr(case, "results") else _outputs(case)
+    for (output, want), array in zip(wants.items(), got if isinstance(got, tuple) else (got,), strict=True):
+        want = want.astype(array.dtype)
         wrong = array != want
         if wrong.any():
-            row, column = np.argwhere(wrong)[0]
+            at = tuple(np.argwhere(wrong)[0])
             raise Fault(
                 "result",
-                f"{output}[{row}, {column}] is {array[row, column]}, expected {want[row, column]}; "
+                f"{output}{list(map(int, at))} is {array[at]}, expected {want[at]}; "
                 f"{wrong.sum()} of {wrong.size} elements differ; groups {case.groups()}",
             )
+
+
+def _outputs(case):
+    return {output: oracle.oracle(case, output)[0] for output in ("D", "C")[: 1 + case.generate_c]}

@@ -9,6 +9,7 @@ import zlib
 import device
 import numpy as np
 import oracle
+import wgrad
 
 BIASES = (None, "float32", "bfloat16", "float16")
 DTYPES_16 = ("bfloat16", "float16")
@@ -18,7 +19,9 @@ POLICIES = ("eager", "lazy", "hold_loads", "hold_stores", "hold_matrix")
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """ends: of the groups, in rows, as the caller gives them. clusters: that the device runs at once."""
+    """ends: of the groups, in rows, as the caller gives them. experts: of the groups; None: one each, in order.
+    clusters: that the device runs at once.
+    """
 
     name: str
     ends: tuple
@@ -27,9 +30,14 @@ class Problem:
     k: int
     clusters: int = 1
     dynamic: bool = False
+    experts: tuple | None = None
 
 
-def problems(tile):
+def problems(variant):
+    return wgrad.problems(variant.tile) if device.is_wgrad(variant) else forward_problems(variant.tile)
+
+
+def forward_problems(tile):
     """For one tile: rows and columns of a cluster, tails of everything, and enough tiles that every ring wraps."""
     rows, cols = tile.m * tile.cluster_m, tile.n
     # Four times as many groups as the scheduler warp has lanes; most are empty, in two of the four all, and one has more
@@ -45,7 +53,11 @@ def problems(tile):
             "many groups", tuple(np.cumsum(sizes).tolist()), sum(sizes) + 9, cols + 16, 16, clusters=2, dynamic=True
         ),
         # Ends of any value: every one is clamped. N ends in the second half of a tile.
-        Problem("hostile ends", (-5, 70, 30, -(2**31), 9, 2**31 - 1), rows + 72, 168, 8, clusters=2, dynamic=True),
+        # Groups share experts, or have none.
+        Problem(
+            "hostile ends", (-5, 70, 30, -(2**31), 9, rows, 2**31 - 1), rows + 72, 168, 8, clusters=2, dynamic=True,
+            experts=(0, 1, 0, 1, -(2**31), 2**31 - 1, 1),
+        ),  # fmt: skip
         # One tile, and a cluster that finds none. The K blocks are no multiple of the stages: the ring ends elsewhere than
         # it began.
         Problem("one tile", (rows - 1,), rows - 1, 40, 7 * 64, clusters=2, dynamic=True),
@@ -56,12 +68,16 @@ def problems(tile):
 
 def cases(variant):
     """(problem, case) pairs; optional operands come and go."""
-    for i, problem in enumerate(problems(variant.tile)):
+    for i, problem in enumerate(problems(variant)):
         yield problem, make_case(variant, problem, i)
 
 
-def make_case(variant, problem, i, make=device.exact_case):
+def make_case(variant, problem, i, exact=True):
+    """exact: of numbers whose sums are; else how results are rounded shows too."""
     rng = np.random.default_rng(zlib.crc32(f"{variant.name} {problem.name}".encode()))
+    if device.is_wgrad(variant):
+        return wgrad.make_case(rng, variant, problem, alpha=i != 2, exact=exact)
+    make = device.exact_case if exact else random_case
     scaled = variant.epilogue != "plain"
     bias = BIASES[(i + 1) % 4] if variant.c_dtype else BIASES[1 + i % 3] if variant.has_bias else None
     return make(
@@ -76,14 +92,14 @@ def make_case(variant, problem, i, make=device.exact_case):
         bias=bias,
         d_dtype=DTYPES_16[i % 2] if variant.d_dtype == "16bit" else variant.d_dtype,
         c_dtype=DTYPES_16[i // 2 % 2] if variant.c_dtype == "16bit" else variant.c_dtype,
+        experts=problem.experts,
     )
 
 
-def random_case(rng, variant, ends, n, k, m, *, alpha, prob, bias, c_dtype, d_dtype):
-    """Numbers of any kind: how results are rounded shows too."""
+def random_case(rng, variant, ends, n, k, m, *, alpha, prob, bias, c_dtype, d_dtype, experts):
     return oracle.make_case(
         rng, len(ends), m, n, k, offsets=np.array(ends, np.int32), b_major=variant.b_major, d_dtype=d_dtype,
-        alpha=alpha, prob=prob, bias=bias, generate_c=variant.c_dtype is not None, c_dtype=c_dtype,
+        alpha=alpha, prob=prob, bias=bias, generate_c=variant.c_dtype is not None, c_dtype=c_dtype, experts=experts,
     )  # fmt: skip
 
 
@@ -101,6 +117,8 @@ def schedules(variant, i):
 
 def work(variant, case):
     """(bytes that the copy engine must load, bytes that it must store): every tile once, none twice, none in vain."""
+    if device.is_wgrad(variant):
+        return wgrad.work(variant, case)
     tile, k, n = variant.tile, case.a.shape[1], case.b.shape[1 if case.b_major == "k" else 2]
     rows = tile.m * tile.cluster_m
 
@@ -108,11 +126,12 @@ def work(variant, case):
         return sum(-(-(end - begin) // rows) for begin, end in groups) * -(-n // tile.n)
 
     groups = case.groups()
+    multiplied = [group for g, group in enumerate(groups) if case.expert(g) is not None]
     block = 2 * tile.k * (tile.m * tile.cluster_m + tile.n)  # of A and B, a whole cluster's
     outputs = ("D", "C") if case.generate_c else ("D",)
     element = sum(4 if case.dtype_of(output) == "float32" else 2 for output in outputs)
     tail = [(case.end(), case.a.shape[0])]
-    return tiles(groups) * -(-k // tile.k) * block, tiles(groups + tail) * rows * tile.n * element
+    return tiles(multiplied) * -(-k // tile.k) * block, tiles(groups + tail) * rows * tile.n * element
 
 
 def run(variant, problem, case, i, policy, seed):
@@ -129,7 +148,7 @@ def run(variant, problem, case, i, policy, seed):
 
 def _run(variant, problem, case, i, policy, seed):
     device.statistics()
-    got = device.forward(
+    got = device.run(
         variant,
         case,
         dynamic=problem.dynamic,
@@ -140,7 +159,7 @@ def _run(variant, problem, case, i, policy, seed):
     )
     device.check_exact(got, case)
     done = device.statistics()
-    did, must = (done.get("copy: bytes loaded", 0), done["copy: bytes stored"]), work(variant, case)
+    did, must = (done.get("copy: bytes loaded", 0), done.get("copy: bytes stored", 0)), work(variant, case)
     if did != must:
         raise device.Fault("work", f"{did} bytes were loaded and stored, {must} are needed")
 
@@ -148,6 +167,6 @@ def _run(variant, problem, case, i, policy, seed):
 def run_all(variant):
     """Every problem under its schedules, small problems first: most mistakes show at once."""
     every = list(enumerate(cases(variant)))
-    for i, (problem, case) in sorted(every, key=lambda each: each[1][1].a.size):
+    for i, (problem, case) in sorted(every, key=lambda each: work(variant, each[1][1])):
         for policy in schedules(variant, i):
             run(variant, problem, case, i, policy, seed=i)

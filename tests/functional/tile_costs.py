@@ -26,7 +26,7 @@ def measure(variant):
     case = sweep.make_case(variant, problem, 0)
     device.register_with_prologues(variant)
     device.statistics()
-    device.forward(variant, case, clusters=1, policy="eager")
+    device.run(variant, case, clusters=1, policy="eager")
     found = device.statistics()
     tiles = ROWS // tile.m
     row = {}

@@ -22,9 +22,9 @@ PROBLEMS = (0, 2)  # of the sweep
 
 def cases(variant):
     """(index, problem, case)"""
-    for i, problem in enumerate(sweep.problems(variant.tile)):
+    for i, problem in enumerate(sweep.problems(variant)):
         if i in PROBLEMS:
-            yield i, problem, sweep.make_case(variant, problem, i, sweep.random_case)
+            yield i, problem, sweep.make_case(variant, problem, i, exact=False)
 
 
 def digest(got):
@@ -36,7 +36,7 @@ def on_the_model(variant):
     device.register_with_prologues(variant)
     return {
         problem.name: digest(
-            device.forward(variant, case, dynamic=problem.dynamic, clusters=problem.clusters, b_ptrs=sweep.b_ptrs(i))
+            device.run(variant, case, dynamic=problem.dynamic, clusters=problem.clusters, b_ptrs=sweep.b_ptrs(i))
         )
         for i, problem, case in cases(variant)
     }
@@ -47,7 +47,7 @@ def recorded():
 
 
 if __name__ == "__main__":
-    variants = config.variants(90)
+    variants = config.variants(90) + config.wgrad_variants(90)
     with concurrent.futures.ProcessPoolExecutor() as pool:
         found = {variant.name: got for variant, got in zip(variants, pool.map(on_the_model, variants), strict=True)}
     RESULTS.write_text(json.dumps(found, indent=0) + "\n")

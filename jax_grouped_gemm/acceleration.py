@@ -1,0 +1,93 @@
+"""One line for existing code: `jax.lax.ragged_dot`, in whichever library it is called, on the kernels."""
+
+import os
+
+import jax
+from jax._src.interpreters import mlir
+from jax._src.lax.lax import ragged_dot_general_p
+
+from jax_grouped_gemm import ffi_call, ragged_dot
+
+SWITCH = "JAX_GROUPED_GEMM_ACCELERATE"
+PLATFORM = "cuda"
+
+_jax_entry = None  # how JAX lowers the primitive, while we do
+
+
+class accelerate:
+    """Makes `jax.lax.ragged_dot` and `ragged_dot_general` use the kernels on CUDA, forward and backward.
+
+    Call it once, anywhere before or after the program is built::
+
+        jax_grouped_gemm.accelerate()
+
+    or for a while, `with jax_grouped_gemm.accelerate(): ...`; `accelerate(False)` undoes it. With the environment variable
+    JAX_GROUPED_GEMM_ACCELERATE=1 it is on from the start, wherever the package is installed: nothing needs to import it.
+
+    What is computed stays the same, but for the order of float32 sums. Products that the kernels do not do (operands that are
+    not bfloat16, K or N no multiple of 8, a cotangent in float32 of a product with `preferred_element_type=float32`) stay
+    JAX's, and the log says so, once for every reason. Turning it on or off drops JAX's caches of compiled programs
+    (`jax.clear_caches()`), since these hold one lowering or the other; programs compiled by hand
+    (`.lower().compile()`) or exported stay as they are. Other threads must not compile at that moment.
+
+    Args:
+      on: False to have JAX's own lowering back.
+    """
+
+    def __init__(self, on=True):
+        self._before = active()
+        _set(on)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        _set(self._before)
+
+
+def active():
+    """Whether products of JAX's are lowered to the kernels now."""
+    return _jax_entry is not None
+
+
+def enabled_by_environment():
+    return os.environ.get(SWITCH, "") not in ("", "0")
+
+
+def _set(on):
+    """JAX has a public way to register a lowering, and none to read or remove one."""
+    global _jax_entry
+    if on == active():
+        return
+    rules = mlir._platform_specific_lowerings[PLATFORM]
+    if on:
+        # None: the rule is the same for all platforms.
+        _jax_entry = rules.get(ragged_dot_general_p), mlir._lowerings.get(ragged_dot_general_p)
+        mlir.register_lowering(ragged_dot_general_p, _lower, platform=PLATFORM)
+    else:
+        own, _ = _jax_entry
+        if own is None:
+            del rules[ragged_dot_general_p]
+        else:
+            rules[ragged_dot_general_p] = own
+        _jax_entry = None
+    jax.clear_caches()
+
+
+def _lower(ctx, lhs, rhs, group_sizes, **parameters):
+    plan = _plan(*ctx.avals_in, **parameters)
+    if isinstance(plan, str):
+        ffi_call.log_once(f"jax.lax.ragged_dot is JAX's own: {plan}")
+        entry = _jax_entry[0] or _jax_entry[1]
+        rule = getattr(entry, "rule", entry)  # newer versions keep more than the rule
+        return rule(ctx, lhs, rhs, group_sizes, **parameters)
+    return mlir.lower_fun(plan, multiple_results=False)(ctx, lhs, rhs, group_sizes)
+
+
+def _plan(lhs, rhs, group_sizes, *, ragged_dot_dimension_numbers, preferred_element_type, group_offset, **parameters):
+    if group_offset is not None or parameters.get("out_sharding") is not None:
+        return "group_offset or out_sharding is given"
+    choice = ffi_call.choose(PLATFORM, None)
+    if not choice.kernels:
+        return choice.why
+    return ragged_dot.reduce(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, preferred_element_type, False)

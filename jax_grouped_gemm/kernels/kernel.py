@@ -1,0 +1,81 @@
+"""What all kernels that multiply share on the host side: stages, slabs, shared memory, launch.
+
+An architecture (`gemm_sm90.py`, `gemm_sm100.py`) brings `launch` and the device code: pipelines, mainloop, accumulators. An operation (`forward.py`,
+`wgrad.py`) brings the operands, and says which rows of them a tile contracts and where its result goes. A kernel is a class of both.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import cpasync
+
+from . import epilogue
+
+SHARED_BYTES = 232448 - 1024  # of an SM, less what barriers, ring and alignment take
+
+
+class GroupedKernel:
+    """One variant of `config`.
+
+    threads: of a CTA. slab_rows: rows of D that one group of 128 threads stages and stores. slab_groups: such groups.
+    tile_readers: warps that read the scheduler's tiles.
+
+    An operation sets, before this:
+      outputs: dtype of what is stored by name, in the order in which it is.
+      a_major, b_major: "k" where an operand's contracted dimension is contiguous, else "mn".
+      scaling: None, "alpha" (a factor per group), or "rows" (alpha, prob and, where has_bias, the bias).
+      store_op: the copy of a result to memory.
+    """
+
+    has_bias = False
+    store_op = cpasync.CopyBulkTensorTileS2GOp
+
+    def __init__(self, variant, *, threads, slab_rows, slab_groups, stage_bytes, tile_readers):
+        tile = variant.tile
+        self.variant = variant
+        self.tile = tile
+        self.threads = threads
+        self.cluster_size = tile.cluster_m * tile.cluster_n
+        self.scheduler = self.make_scheduler(tile, tile_readers)
+        self.slab_rows = slab_rows
+        self.slab_groups = slab_groups
+        self.stage_bytes = stage_bytes  # of A and B, one CTA's
+        slab_bytes = slab_groups * epilogue.SLAB_STAGES * slab_rows * epilogue.SLAB_BYTES
+        self.stages = (SHARED_BYTES - slab_bytes) // stage_bytes
+
+    def slab(self, output):
+        """(rows, columns) of C or D that go through shared memory at a time."""
+        return self.slab_rows, epilogue.columns(self.outputs[output])
+
+    def num_slabs(self, output):
+        return self.tile.n // self.slab(output)[1]
+
+    def boxes(self):
+        """Box of each tensor map, innermost dimension first: what one CTA brings or stores by one copy."""
+        box_a, box_b = self.operand_boxes()
+        outputs = {f"MAP_{name.upper()}": (*reversed(self.slab(name)), 1) for name in self.outputs}
+        return {"MAP_A": (*box_a, *self.ones_a), "MAP_B": (*box_b, *self.ones_b), **outputs}
+
+    def store_atom(self, output, tensor, s_layout):
+        """(copy atom, tensor of coordinates) of D or C; of an output that is not there, nothing."""
+        if output not in self.outputs:
+            return None, None
+        return cpasync.make_tiled_tma_atom(
+            self.store_op(), tensor, cute.slice_(s_layout, (None, None, 0)), self.slab(output)
+        )
+
+    def bias_layout(self):
+        """(columns of a tile, groups of threads) of the bias in shared memory; a word each where there is none."""
+        return cute.make_layout((self.tile.n if self.has_bias else 1, self.slab_groups))
+
+    def bias_storage(self):
+        return cute.struct.Align[cute.struct.MemRange[Float32, cute.size(self.bias_layout())], 16]
+
+    def launch_options(self, clusters, shared_bytes, stream):
+        return {
+            "grid": (clusters * self.cluster_size, 1, 1),
+            "block": (self.threads, 1, 1),
+            "cluster": (self.cluster_size, 1, 1),
+            "smem": shared_bytes,
+            "min_blocks_per_mp": 1,
+            "stream": stream,
+        }

@@ -1,0 +1,297 @@
+"""`jax.lax.ragged_dot` and `ragged_dot_general`, argument for argument, on the kernels where they apply.
+
+A product is reduced to one `grouped_gemm` or one weight gradient: batch dimensions and outer dimensions of the ragged one
+become more groups, each with a group without an expert for the rows past its last one, so that nothing is copied and one
+launch does it all.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_grouped_gemm import contract, ffi_call, log, reference
+
+OUTPUTS = {None: "bfloat16", **{jnp.dtype(name): name for name in ("bfloat16", "float16", "float32")}}
+ROW_RAGGED = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+def ragged_dot(
+    lhs, rhs, group_sizes, precision=None, preferred_element_type=None, group_offset=None, out_sharding=None
+):
+    """`jax.lax.ragged_dot`: multiplies each group of rows of `lhs` by its own matrix of `rhs`.
+
+    Args:
+      lhs: (M, K), rows sorted by group.
+      rhs: (G, K, N). With `group_offset`, the matrices of as many groups from that one on.
+      group_sizes: (G,) integers, rows of each group; with `group_offset`, of more groups than `rhs` has matrices, if the
+        others are elsewhere (expert parallelism).
+      precision: as in `jax.lax.dot`. To products of bfloat16 it makes no difference: the kernels' are exact, and added in float32.
+      preferred_element_type: of the result; that of the operands by default.
+      group_offset: (1,) or () integer, the group that `rhs[0]` belongs to; rows of groups that have no matrix here are zero.
+      out_sharding: goes to JAX, whose own lowering then computes.
+
+    The kernels compute what is bfloat16 and whose K and N are multiples of 8. All else goes to JAX, and a line of the log says
+    so, once for every reason.
+
+    Returns:
+      (M, N). Rows past the last group are zero.
+
+    Raises:
+      TypeError: shapes or dtypes that JAX refuses.
+      ValueError: `group_offset` of another shape, more matrices than groups.
+    """
+    return ragged_dot_general(
+        lhs, rhs, group_sizes, ROW_RAGGED, precision, preferred_element_type, group_offset, out_sharding
+    )
+
+
+def ragged_dot_general(
+    lhs,
+    rhs,
+    group_sizes,
+    ragged_dot_dimension_numbers,
+    precision=None,
+    preferred_element_type=None,
+    group_offset=None,
+    out_sharding=None,
+):
+    """`jax.lax.ragged_dot_general`: with a ragged dimension of `lhs` that is kept, contracted, or a batch dimension.
+
+    Arguments are those of JAX's, and of `ragged_dot`. A `group_offset` says which groups the matrices belong to: of `rhs`
+    where the ragged dimension is kept (there may be fewer than groups); of the result where it is contracted, which has as
+    many as there are groups, zeros where there is no group for one. Products with a ragged batch dimension are JAX's: they are plain
+    batched products, whatever the sizes; with an offset, batches of the groups before it are zero.
+    """
+    lhs, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
+    if group_offset is not None:
+        group_offset = contract.check_group_offset(jnp.asarray(group_offset))
+    numbers, output = ragged_dot_dimension_numbers, (precision, preferred_element_type)
+    plan = "out_sharding is given" if out_sharding is not None else reduce(
+        lhs, rhs, group_sizes, numbers, preferred_element_type, group_offset is not None
+    )  # fmt: skip
+    if isinstance(plan, str):
+        log.once(f"ragged_dot is JAX's own: {plan}")
+        return _of_jax(lhs, rhs, group_sizes, numbers, output, group_offset, out_sharding)
+    return plan(lhs, rhs, group_sizes, group_offset)
+
+
+def reduce(lhs, rhs, group_sizes, numbers, output_dtype, offset):
+    """A function of (lhs, rhs, group_sizes, group_offset) that computes it on the kernels, or why there is none.
+
+    lhs, rhs and group_sizes need a shape and a dtype only; of shapes that JAX accepts. offset: there will be a group_offset.
+    """
+    if not lhs.dtype == rhs.dtype == jnp.bfloat16:
+        return f"operands are {lhs.dtype} and {rhs.dtype}, the kernels take bfloat16"
+    if not all(isinstance(size, int) for x in (lhs, rhs, group_sizes) for size in x.shape):
+        return "shapes are not static"
+    make = _kept if _mode(numbers) == "kept" else _contracted if _mode(numbers) == "contracted" else None
+    if make is None:
+        return "a ragged batch dimension is a plain batched product"
+    return make(_Dims.of(lhs, rhs, numbers), group_sizes.shape[-1], output_dtype, offset)
+
+
+def _mode(numbers):
+    """What becomes of the ragged dimension: "kept", "contracted" or "batch"."""
+    (contract_lhs, _), (batch_lhs, _) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    return "contracted" if ragged in contract_lhs else "batch" if ragged in batch_lhs else "kept"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dims:
+    """Shapes, and dimension numbers by role. outer, inner: dimensions of lhs of the ragged one's kind, before and after it."""
+
+    lhs: tuple
+    rhs: tuple
+    batch: tuple  # (of lhs, of rhs), each in the same order
+    contracted: tuple
+    outer: tuple
+    ragged: int
+    inner: tuple
+    kept_rhs: tuple
+    group_rhs: tuple
+
+    @classmethod
+    def of(cls, lhs, rhs, numbers):
+        contracted, batch = numbers.dot_dimension_numbers
+        group = tuple(numbers.rhs_group_dimensions)
+        (ragged,) = numbers.lhs_ragged_dimensions
+        kept = tuple(d for d in range(lhs.ndim) if d not in (*contracted[0], *batch[0]))
+        kind = contracted[0] if ragged in contracted[0] else kept
+        at = kind.index(ragged)
+        kept_rhs = tuple(d for d in range(rhs.ndim) if d not in (*contracted[1], *batch[1], *group))
+        return cls(lhs.shape, rhs.shape, batch, contracted, kind[:at], ragged, kind[at + 1 :], kept_rhs, group)
+
+    def lhs_sizes(self, dims):
+        return tuple(self.lhs[d] for d in dims)
+
+    def rhs_sizes(self, dims):
+        return tuple(self.rhs[d] for d in dims)
+
+    @property
+    def prefixes(self):
+        """How many times there are `rows` of the ragged dimension: shape of the sizes but for the groups."""
+        return self.lhs_sizes((*self.batch[0], *self.outer))
+
+    @property
+    def rows(self):
+        return self.lhs[self.ragged]
+
+    @property
+    def repeats(self):
+        """Rows of the product for each of the ragged dimension."""
+        return math.prod(self.lhs_sizes(self.inner))
+
+
+def _kept(dims, groups, output_dtype, offset):
+    lhs_order = (*dims.batch[0], *dims.outer, dims.ragged, *dims.inner, *dims.contracted[0])
+    # Of rhs nothing is moved if its matrices lie whole, whichever of their dimensions is the outer one.
+    stacked = tuple(d for d in range(len(dims.rhs)) if d in (*dims.batch[1], *dims.group_rhs))
+    k_major = (*stacked, *dims.kept_rhs, *dims.contracted[1])
+    n_major = (*stacked, *dims.contracted[1], *dims.kept_rhs)
+    b_major, rhs_order = ("k", k_major) if k_major == tuple(range(len(dims.rhs))) else ("n", n_major)
+    m = math.prod(dims.prefixes) * dims.rows * dims.repeats
+    n, k = math.prod(dims.rhs_sizes(dims.kept_rhs)), math.prod(dims.rhs_sizes(dims.contracted[1]))
+    l = math.prod(dims.rhs_sizes(stacked))
+    local = dims.rhs[dims.group_rhs[0]]
+    if (why := _unfit(M=m, N=n, K=k, L=l)) is not None:
+        return why
+    # Where among the stacked matrices a group's is, for every prefix.
+    at = np.arange(l).reshape(dims.rhs_sizes(stacked))
+    at = at.transpose([stacked.index(d) for d in (*dims.batch[1], *dims.group_rhs)]).reshape(-1, 1, local)
+    experts = np.broadcast_to(at, (len(at), math.prod(dims.lhs_sizes(dims.outer)), local)).reshape(-1, local)
+    shape = (*dims.prefixes, dims.rows, *dims.lhs_sizes(dims.inner), *dims.rhs_sizes(dims.kept_rhs))
+    mapped = None if len(experts) == 1 and not offset else len(experts) * (local + (len(experts) > 1) + offset)
+    call = contract.Call(
+        m, n, k, l, b_major, "dense", jnp.dtype(output_dtype or jnp.bfloat16).name, False, False, None,
+        mapped_groups=mapped,
+    )  # fmt: skip
+
+    def product(lhs, rhs, group_sizes, group_offset):
+        if call.empty:
+            return jnp.zeros(shape, call.d_dtype)
+        a = lhs.transpose(lhs_order).reshape(m, k)
+        b = rhs.transpose(rhs_order).reshape(call.b_shape)
+        ends, of_groups = _groups(dims, group_sizes, group_offset, experts)
+        return ffi_call.grouped_gemm(call, a, ends, *([of_groups] if call.has_experts else []), b)[0].reshape(shape)
+
+    return product
+
+
+def _contracted(dims, groups, output_dtype, offset):
+    kept_lhs = tuple(d for d in range(len(dims.lhs)) if d not in (*dims.batch[0], *dims.contracted[0]))
+    lhs_order = (*dims.batch[0], *dims.contracted[0], *kept_lhs)
+    rhs_order = (*dims.batch[1], *dims.contracted[1], *dims.kept_rhs)
+    m = math.prod(dims.prefixes) * dims.rows * dims.repeats
+    n, k = math.prod(dims.lhs_sizes(kept_lhs)), math.prod(dims.rhs_sizes(dims.kept_rhs))
+    batch, outer = math.prod(dims.lhs_sizes(dims.batch[0])), math.prod(dims.lhs_sizes(dims.outer))
+    l = outer * groups * batch
+    if (why := _unfit(M=m, N=n, K=k, L=l)) is not None:
+        return why
+    dtype = jnp.dtype(output_dtype or jnp.bfloat16).name
+    if dtype not in ("bfloat16", "float32"):
+        return f"the result is {dtype}, weight gradients are bfloat16 or float32"
+    # Results lie (outer, group, batch): the sum over `outer` comes after.
+    experts = np.arange(l).reshape(outer, groups, batch).transpose(2, 0, 1).reshape(-1, groups)
+    shape = (groups, *dims.lhs_sizes((*dims.batch[0], *kept_lhs)), *dims.rhs_sizes(dims.kept_rhs))
+    mapped = None if len(experts) == 1 and not offset else len(experts) * (groups + (len(experts) > 1) + offset)
+    call = contract.WgradCall(m, n, k, l, dtype if outer == 1 else "float32", False, None, mapped_groups=mapped)
+
+    def product(lhs, rhs, group_sizes, group_offset):
+        if 0 in (m, n, k, l):
+            return jnp.zeros(shape, dtype)
+        x = lhs.transpose(lhs_order).reshape(m, n)
+        y = rhs.transpose(rhs_order).reshape(m, k)
+        ends, of_groups = _groups(dims, group_sizes, group_offset, experts)
+        d = ffi_call.grouped_wgrad(call, x, y, ends, *([of_groups] if call.has_experts else []))
+        return d.reshape(outer, *shape).sum(0).astype(dtype) if outer > 1 else d.reshape(shape)
+
+    return product
+
+
+def _unfit(**extents):
+    """Why the kernels do not take these."""
+    for name, size in extents.items():
+        if size >= contract.SIZE_LIMIT:
+            return f"{name} is {size}, the limit is 2^31 - 2^10"
+        if name in ("N", "K") and size % contract.ALIGNMENT:
+            return f"{name} is {size}, no multiple of {contract.ALIGNMENT}"
+    return None
+
+
+def _groups(dims, group_sizes, group_offset, experts):
+    """(ends, experts) of all groups, one after the other, for experts (prefixes, local groups).
+
+    Each prefix has a group without an expert before its first one if there is an offset, and one behind its last one unless it is the only prefix.
+    """
+    prefixes, local = experts.shape
+    sizes = jnp.broadcast_to(jnp.clip(group_sizes, 0, dims.rows).astype(jnp.int32), (*dims.prefixes, group_sizes.shape[-1]))
+    sizes = sizes.reshape(prefixes, -1)
+    ends = jax.vmap(functools.partial(reference.ends_of, m=dims.rows))(sizes)
+    if group_offset is not None:
+        # The end before the first local group, and the ends of the local groups; past the last group there are empty ones.
+        ends = jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends, jnp.repeat(ends[:, -1:], local, 1)], 1)
+        first = jnp.clip(group_offset, 0, sizes.shape[1]).astype(jnp.int32)
+        ends = jax.lax.dynamic_slice_in_dim(ends, first, local + 1, 1)
+        experts = np.insert(experts, 0, -1, axis=1)
+    ends = ends * dims.repeats
+    if prefixes > 1:
+        rows = dims.rows * dims.repeats
+        first_rows = jnp.arange(prefixes, dtype=jnp.int32)[:, None] * rows
+        ends = jnp.concatenate([ends + first_rows, first_rows + rows], 1)
+        experts = np.append(experts, np.full((prefixes, 1), -1), axis=1)
+    return ends.reshape(-1), jnp.asarray(experts.reshape(-1), jnp.int32)
+
+
+def _of_jax(lhs, rhs, group_sizes, numbers, output, group_offset, out_sharding):
+    """JAX's own product; what it lacks, the group offset, by masks around it."""
+    precision, preferred = output
+    sharded = {} if out_sharding is None else {"out_sharding": out_sharding}
+
+    def product(lhs, rhs):
+        return jax.lax.ragged_dot_general(
+            lhs, rhs, group_sizes, numbers, precision=precision, preferred_element_type=preferred, **sharded
+        )
+
+    if group_offset is None:
+        return product(lhs, rhs)
+    groups = group_sizes.shape[-1]
+    first = jnp.clip(group_offset, 0, groups)
+    if _mode(numbers) == "contracted":
+        full = product(lhs, rhs)
+        full = jnp.concatenate([full, jnp.zeros_like(full)])
+        return jax.lax.dynamic_slice_in_dim(full, first, groups)
+    (group_dim,) = numbers.rhs_group_dimensions or (None,)
+    local = groups if group_dim is None else rhs.shape[group_dim]
+    # Rows of other groups become zeros, and so do their matrices: NaN times zero would be NaN.
+    ends = jnp.cumsum(group_sizes, axis=-1)
+    begin = jnp.where(first > 0, jnp.take(ends, jnp.maximum(first - 1, 0), axis=-1), 0)
+    end = jnp.where(first + local > 0, jnp.take(ends, jnp.clip(first + local - 1, 0, groups - 1), axis=-1), 0)
+    (ragged,) = numbers.lhs_ragged_dimensions
+    if _mode(numbers) == "batch":
+        prefix = numbers.dot_dimension_numbers[1][0]
+        prefix = prefix[: prefix.index(ragged)]
+    else:
+        dims = _Dims.of(lhs, rhs, numbers)
+        prefix = (*dims.batch[0], *dims.outer)
+    sizes_shape = [lhs.shape[d] if d in prefix else 1 for d in range(lhs.ndim)] if begin.ndim else [1] * lhs.ndim
+    begin, end = (_by_dims(x, prefix, sizes_shape) for x in (begin, end))
+    row = jax.lax.broadcasted_iota(ends.dtype, lhs.shape, ragged)
+    lhs = jnp.where((row >= begin) & (row < end), lhs, 0)
+    if group_dim is not None:
+        shape = [*rhs.shape]
+        shape[group_dim] = groups + local
+        rhs = jax.lax.dynamic_update_slice_in_dim(jnp.zeros(shape, rhs.dtype), rhs, first, group_dim)
+        rhs = jax.lax.slice_in_dim(rhs, 0, groups, axis=group_dim)
+    return product(lhs, rhs)
+
+
+def _by_dims(x, prefix, shape):
+    """x, one value per index of `prefix` dimensions, beside an array of which these are dimensions."""
+    return x.transpose(np.argsort(prefix)).reshape(shape) if x.ndim else x

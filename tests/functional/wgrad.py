@@ -1,0 +1,123 @@
+"""Weight gradients: problems that reach every statement of a kernel, and their results."""
+
+import dataclasses
+
+import numpy as np
+import oracle
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """ends: of the groups, in rows, as the caller gives them. experts: of the groups; None: one each, in order. n, k: of a result.
+    clusters: that the device runs at once.
+    """
+
+    name: str
+    ends: tuple
+    m: int
+    n: int
+    k: int
+    clusters: int = 1
+    dynamic: bool = False
+    experts: tuple | None = None
+
+
+def problems(tile):
+    """For one tile: rows and columns of a cluster, and tails of everything."""
+    rows, cols = tile.m * tile.cluster_m, tile.n
+    rng = np.random.default_rng(0)
+    sizes = rng.choice([0, 0, 0, 1, 5, 64], 70)
+    return (
+        # One cluster does it all: several tiles, more of them than three times the accumulators, and contractions longer
+        # than the ring of stages.
+        Problem("ragged", tuple(np.cumsum([1, 0, 67, 130, 8 * 64 + 9]).tolist()), 8 * 64 + 220, rows + 8, cols + 8),
+        # More groups than the scheduler warp has lanes twice; results in another order than the groups, some groups without.
+        Problem(
+            "many groups", tuple(np.cumsum(sizes).tolist()), int(sizes.sum()), 24, 16, clusters=2, dynamic=True,
+            experts=tuple(i - 6 for i in rng.permutation(70).tolist()),
+        ),
+        # Ends of any value: every one is clamped. The result ends in the second half of a tile.
+        Problem("hostile ends", (-5, 70, 30, -(2**31), 9, 2**31 - 1), 100, 88, 168, clusters=2, dynamic=True),
+        # Nine cluster rows, one more than a band; the ring ends elsewhere than it began.
+        Problem("one group", (7 * 64,), 7 * 64 + 1, 8 * rows + 8, 40, clusters=2, dynamic=True),
+        # No row belongs to a group.
+        Problem("no rows", (0, 0), 70, 136, 64, clusters=2),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Case:
+    """d[expert of g] = alpha[g] x[rows of g].T y[rows of g], plus the total so far where there is one."""
+
+    x: np.ndarray
+    y: np.ndarray
+    offsets: np.ndarray
+    l: int
+    experts: np.ndarray | None
+    alpha: np.ndarray | None
+    total: np.ndarray | None
+    d_dtype: str
+
+    def groups(self):
+        """(begin, end, expert or None) of each group."""
+        begin, found = 0, []
+        for g, end in enumerate(self.offsets.tolist()):
+            end = max(begin, min(max(end, 0), len(self.x)))
+            expert = g if self.experts is None else int(self.experts[g])
+            found.append((begin, end, expert if 0 <= expert < self.l else None))
+            begin = end
+        return found
+
+    def results(self):
+        """{"D": (L, N, K) float64}"""
+        d = np.zeros((self.l, self.x.shape[1], self.y.shape[1]))
+        if self.total is not None:
+            d += self.total
+        for g, (begin, end, expert) in enumerate(self.groups()):
+            if begin < end and expert is not None:
+                alpha = 1 if self.alpha is None else self.alpha[g]
+                d[expert] += alpha * (self.x[begin:end].astype(np.float64).T @ self.y[begin:end].astype(np.float64))
+        return {"D": d}
+
+
+def make_case(rng, variant, problem, alpha, exact):
+    """exact: small integers and powers of two, whose sums are exact in any order; else numbers of any kind."""
+    groups, l = len(problem.ends), len(problem.ends)
+    if problem.experts is not None:
+        l = max(problem.experts) + 1
+
+    def numbers(*shape):
+        return rng.integers(-4, 5, shape) if exact else rng.standard_normal(shape, np.float32)
+
+    case = Case(
+        numbers(problem.m, problem.n).astype(oracle.BF16),
+        numbers(problem.m, problem.k).astype(oracle.BF16),
+        np.array(problem.ends, np.int32),
+        l,
+        None if problem.experts is None else np.array(problem.experts, np.int32),
+        rng.choice([0.5, 1, 2, -1], groups).astype(np.float32) if alpha else None,
+        numbers(l, problem.n, problem.k).astype(np.float32) if variant.accumulate else None,
+        variant.d_dtype,
+    )
+    # NaN wherever the result must not depend on the value.
+    used = np.zeros(problem.m, bool)
+    for g, (begin, end, expert) in enumerate(case.groups()):
+        used[begin:end] = expert is not None
+        if alpha and (begin == end or expert is None):
+            case.alpha[g] = np.nan
+    case.x[~used] = case.y[~used] = np.nan
+    return case
+
+
+def work(variant, case):
+    """(bytes that the copy engine must load, bytes that it must store): every tile once, none twice, none in vain."""
+    tile = variant.tile
+    rows, n, k = tile.m * tile.cluster_m, case.x.shape[1], case.y.shape[1]
+    tiles = -(-n // rows) * -(-k // tile.n)
+    loaded = stored = 0
+    for begin, end, expert in case.groups():
+        if expert is not None:
+            loaded += tiles * -(-(end - begin) // tile.k) * 2 * tile.k * (rows + tile.n)
+            if begin < end or not variant.accumulate:
+                stored += tiles * rows * tile.n * (4 if variant.d_dtype == "float32" else 2)
+    return loaded, stored
