@@ -13,14 +13,14 @@ class LibraryCall(ctypes.Structure):
     _fields_ = (
         [("struct_size", ctypes.c_int64)]
         + [(name, ctypes.c_char_p) for name in ("sm90", "sm100", "weights", "b_major", "d_dtype", "c_dtype", "bias_dtype")]
-        + [(name, ctypes.c_int64) for name in ("m", "n", "k", "l", "dynamic", "overlap_margin")]
-        + [(name, ctypes.c_uint64) for name in ("a", "offsets", "alpha", "prob", "bias", "b")]
+        + [(name, ctypes.c_int64) for name in ("m", "n", "k", "l", "groups", "dynamic", "overlap_margin")]
+        + [(name, ctypes.c_uint64) for name in ("a", "offsets", "experts", "alpha", "prob", "bias", "b")]
         + [("weight_addresses", ctypes.POINTER(ctypes.c_uint64))]
         + [(name, ctypes.c_uint64) for name in ("d", "c", "scratch", "stream")]
     )  # fmt: skip
 
 
-_ADDRESSES = struct.Struct("11Q")  # from `a` to the end
+_ADDRESSES = struct.Struct("12Q")  # from `a` to the end
 
 
 class Forward:
@@ -49,6 +49,7 @@ class Forward:
             n=call.n,
             k=call.k,
             l=call.l,
+            groups=call.groups,
             dynamic=call.dynamic,
             overlap_margin=call.overlap_margin,
         )
@@ -69,7 +70,7 @@ class Forward:
             weights = (ctypes.c_uint64 * len(weight_addresses))(*weight_addresses)
             table = ctypes.addressof(weights)
         # All at once: an assignment to each field costs more than the call.
-        _ADDRESSES.pack_into(call, LibraryCall.a.offset, a, offsets, alpha, prob, bias, b, table, d, c, scratch, stream)
+        _ADDRESSES.pack_into(call, LibraryCall.a.offset, a, offsets, 0, alpha, prob, bias, b, table, d, c, scratch, stream)
         self._launch(device, call)
 
     def load(self, device, stream=0):

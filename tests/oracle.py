@@ -63,6 +63,11 @@ def random_offsets(rng, l, m):
     return np.sort(rng.integers(0, m + 1, l)).astype(np.int32)
 
 
+def num_experts(experts):
+    """Up to the last one that there can be: whoever lists others means groups without."""
+    return 1 + max(expert for expert in experts if expert < len(experts))
+
+
 def ends(sizes):
     return np.cumsum(sizes).astype(np.int32)
 
@@ -74,7 +79,7 @@ def make_case(
     """A problem of unit scale. l: groups. bias: its dtype, or None. experts: of the groups, where they are not one each. poison: NaN wherever the result must not depend on the value."""
     offsets = random_offsets(rng, l, m) if offsets is None else np.asarray(offsets, np.int32)
     a = rng.standard_normal((m, k), np.float32).astype(BF16)
-    weights = l if experts is None else max(experts) + 1
+    weights = l if experts is None else num_experts(experts)
     shape = (weights, n, k) if b_major == "k" else (weights, k, n)
     b = (rng.standard_normal(shape, np.float32) / np.sqrt(max(k, 1), dtype=np.float32)).astype(BF16)
     case = Case(

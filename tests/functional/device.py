@@ -323,7 +323,7 @@ def exact_case(
 ):  # fmt: skip
     """An `oracle.Case` of small integers and powers of two, whose sums are exact in float32 in any order."""
     groups = len(ends)
-    l = groups if experts is None else max(experts) + 1
+    l = groups if experts is None else oracle.num_experts(experts)
     shape = (l, n, k) if variant.b_major == "k" else (l, k, n)
     case = oracle.Case(
         rng.integers(-4, 5, (m, k)).astype(oracle.BF16),

@@ -84,7 +84,7 @@ def make_case(rng, variant, problem, alpha, exact):
     """exact: small integers and powers of two, whose sums are exact in any order; else numbers of any kind."""
     groups, l = len(problem.ends), len(problem.ends)
     if problem.experts is not None:
-        l = max(problem.experts) + 1
+        l = oracle.num_experts(problem.experts)
 
     def numbers(*shape):
         return rng.integers(-4, 5, shape) if exact else rng.standard_normal(shape, np.float32)
