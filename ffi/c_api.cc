@@ -13,8 +13,8 @@ namespace {
 
 std::string_view View(const char* text) { return text == nullptr ? "" : text; }
 
-Problem ProblemOf(const jgg_call& call) {
-  Problem problem;
+ForwardProblem ProblemOf(const jgg_call& call) {
+  ForwardProblem problem;
   problem.weights = ParseWeights(View(call.weights));
   problem.b_major = ParseMajor(View(call.b_major));
   problem.d_element = ParseElement("d_dtype", View(call.d_dtype));
@@ -51,8 +51,8 @@ void Forward(const jgg_call* call) {
                     call == nullptr ? 0 : call->struct_size,
                     "; use the header of the installed library");
   }
-  const ForwardKernels kernels = FindForwardKernels(View(call->sm90), View(call->sm100));
-  const Problem problem = ProblemOf(*call);
+  const CallKernels kernels = FindKernels(FORWARD, View(call->sm90), View(call->sm100));
+  const ForwardProblem problem = ProblemOf(*call);
   const auto stream = reinterpret_cast<CUstream>(call->stream);
   LoadForward(kernels, problem.weights, stream);
   LaunchForward(kernels, problem, stream);

@@ -29,37 +29,12 @@ struct ForwardAttributes {
 
 namespace {
 
-Element ElementOf(const ffi::AnyBuffer& buffer, const char* name, const char* axes) {
-  switch (buffer.element_type()) {
-    case ffi::BF16:
-      return BF16;
-    case ffi::F16:
-      return F16;
-    case ffi::F32:
-      return F32;
-    default:
-      Mismatch(buffer, name, Text("BF16, F16 or F32 ", axes));
-  }
-}
-
-// As Expect, for a buffer of any element type that the kernels write or add; which one goes to
-// `element`.
-Address ExpectAnyElement(const ffi::AnyBuffer& buffer, const char* name, const char* axes,
-                         std::initializer_list<int64_t> dims, Element* element) {
-  *element = ElementOf(buffer, name, axes);
-  return Expect(buffer, name, buffer.element_type(), axes, dims);
-}
-
-void ExpectCount(const char* what, size_t found, size_t expected) {
-  if (found != expected) {
-    InvalidArgument("the call must have ", expected, " ", what, " for its attributes; got ", found,
-                    "; call it through jax_grouped_gemm, which prepares the operands");
-  }
-}
+// Of what the kernels write or add.
+constexpr std::initializer_list<ffi::DataType> kFloats = {ffi::BF16, ffi::F16, ffi::F32};
 
 // A problem and what it points to.
 struct DecodedCall {
-  Problem problem;
+  ForwardProblem problem;
   std::vector<Address> weight_addresses;
 };
 
@@ -69,7 +44,7 @@ DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
   auto result = [&rets](size_t i) { return **rets.get<ffi::AnyBuffer>(i); };
 
   DecodedCall call;
-  Problem& p = call.problem;
+  ForwardProblem& p = call.problem;
   p.weights = ParseWeights(attributes.weights);
   p.b_major = ParseMajor(attributes.b_major);
   const bool dense = p.weights == Weights::kDense;
@@ -97,7 +72,7 @@ DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
   if (attributes.has_alpha) p.alpha = Expect(operand(next++), "alpha", ffi::F32, "(L,)", {p.l});
   if (attributes.has_prob) p.prob = Expect(operand(next++), "prob", ffi::F32, "(M,)", {p.m});
   if (attributes.has_bias) {
-    p.bias = ExpectAnyElement(operand(next++), "bias", "(L, N)", {p.l, p.n}, &p.bias_element);
+    p.bias = ExpectOneOf(operand(next++), "bias", kFloats, "(L, N)", {p.l, p.n}, &p.bias_element);
   }
 
   const bool k_major = p.b_major == K_MAJOR;
@@ -116,9 +91,9 @@ DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
     p.weight_addresses = call.weight_addresses.data();
   }
 
-  p.d = ExpectAnyElement(result(0), "d", "(M, N)", {p.m, p.n}, &p.d_element);
+  p.d = ExpectOneOf(result(0), "d", kFloats, "(M, N)", {p.m, p.n}, &p.d_element);
   if (attributes.has_c) {
-    p.c = ExpectAnyElement(result(1), "c", "(M, N)", {p.m, p.n}, &p.c_element);
+    p.c = ExpectOneOf(result(1), "c", kFloats, "(M, N)", {p.m, p.n}, &p.c_element);
   }
   if (has_scratch) {
     const char* bytes = dense ? "(128,)" : p.dynamic ? "(128 L + 128,)" : "(128 L,)";
@@ -127,17 +102,13 @@ DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
   return call;
 }
 
-ForwardKernels KernelsOf(const ForwardAttributes& attributes) {
-  return FindForwardKernels(attributes.sm90, attributes.sm100);
+CallKernels KernelsOf(const ForwardAttributes& attributes) {
+  return FindKernels(FORWARD, attributes.sm90, attributes.sm100);
 }
 
 ffi::Error Instantiate(ffi::RemainingArgs, ffi::RemainingRets, ForwardAttributes attributes) {
   return AtBorder([&] {
-    if (attributes.build_id != BuildId()) {
-      FailedPrecondition("the program was lowered for build ", attributes.build_id,
-                         ", this library is build ", BuildId(),
-                         "; trace it again with the installed jax_grouped_gemm");
-    }
+    ExpectBuild(attributes.build_id);
     KernelsOf(attributes);
     ParseWeights(attributes.weights);
     ParseMajor(attributes.b_major);
@@ -171,27 +142,17 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int64_t>("overlap_margin"), xla::ffi::StructMember<int64_t>("n"),
     xla::ffi::StructMember<std::string_view>("build_id"));
 
-// Every stage takes operands and results, whether or not a runtime passes them that early.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jgg_forward_instantiate, jgg::Instantiate,
-                              xla::ffi::Ffi::BindInstantiate()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<jgg::ForwardAttributes>());
+                              jgg::BindInstantiate<jgg::ForwardAttributes>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jgg_forward_initialize, jgg::Initialize,
-                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
-                                  .Ctx<xla::ffi::PlatformStream<CUstream>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<jgg::ForwardAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jgg_forward_initialize, jgg::Initialize,
+    (jgg::BindOnStream<jgg::ForwardAttributes, xla::ffi::ExecutionStage::kInitialize>()));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jgg_forward_execute, jgg::Execute,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<CUstream>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<jgg::ForwardAttributes>(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jgg_forward_execute, jgg::Execute,
+    (jgg::BindOnStream<jgg::ForwardAttributes, xla::ffi::ExecutionStage::kExecute>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
 
 void jgg_ffi_api_version(int* major, int* minor) {
   *major = XLA_FFI_API_MAJOR;

@@ -63,6 +63,14 @@ const void* ValueOf(Field field, const FieldValues& values) {
 
 }  // namespace
 
+FieldValues::FieldValues(const Problem& problem)
+    : offsets(problem.offsets),
+      alpha(problem.alpha),
+      m(static_cast<int32_t>(problem.m)),
+      n(static_cast<int32_t>(problem.n)),
+      k(static_cast<int32_t>(problem.k)),
+      l(static_cast<int32_t>(problem.l)) {}
+
 Parameters::Parameters(const Kernel& kernel, const FieldValues& values)
     : bytes_(kernel.param_bytes) {
   for (const FieldSlot& slot : kernel.fields) {

@@ -31,7 +31,7 @@ CUtensorMapSwizzle Swizzle(uint32_t bytes) {
 
 uint64_t U(int64_t extent) { return static_cast<uint64_t>(extent); }
 
-TensorView ViewRagged(const char* name, Element element, Address base, const Problem& p,
+TensorView ViewRagged(const char* name, Element element, Address base, const ForwardProblem& p,
                       uint32_t box_rows) {
   const uint64_t row_bytes = U(p.n) * ElementBytes(element);
   return {name,
@@ -44,9 +44,11 @@ TensorView ViewRagged(const char* name, Element element, Address base, const Pro
 
 }  // namespace
 
-TensorView ViewA(const Problem& p) { return {"a", BF16, p.a, 2, {U(p.k), U(p.m)}, {U(p.k) * 2}}; }
+TensorView ViewA(const ForwardProblem& p) {
+  return {"a", BF16, p.a, 2, {U(p.k), U(p.m)}, {U(p.k) * 2}};
+}
 
-TensorView ViewB(const Problem& p) {
+TensorView ViewB(const ForwardProblem& p) {
   const bool dense = p.weights == Weights::kDense;
   const uint64_t inner = U(p.b_major == K_MAJOR ? p.k : p.n);
   const uint64_t outer = U(p.b_major == K_MAJOR ? p.n : p.k);
@@ -58,11 +60,11 @@ TensorView ViewB(const Problem& p) {
           {inner * 2, inner * outer * 2}};
 }
 
-TensorView ViewRaggedD(const Problem& p, uint32_t box_rows) {
+TensorView ViewRaggedD(const ForwardProblem& p, uint32_t box_rows) {
   return ViewRagged("d", p.d_element, p.d, p, box_rows);
 }
 
-TensorView ViewRaggedC(const Problem& p, uint32_t box_rows) {
+TensorView ViewRaggedC(const ForwardProblem& p, uint32_t box_rows) {
   return ViewRagged("c", p.c_element, p.c, p, box_rows);
 }
 

@@ -17,7 +17,7 @@ namespace {
 using U64 = std::vector<uint64_t>;
 using U32 = std::vector<uint32_t>;
 
-void Run(const ForwardKernels& kernels, const Problem& problem, CUstream stream) {
+void Run(const CallKernels& kernels, const ForwardProblem& problem, CUstream stream) {
   LoadForward(kernels, problem.weights, stream);
   LaunchForward(kernels, problem, stream);
 }
@@ -39,7 +39,7 @@ void CheckMap(const EncodedMap& map, CUtensorMapDataType type, uint64_t address,
 TEST(DenseKMajor) {
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
-  const Problem p = DenseProblem(1000, 512, 256, 8);
+  const ForwardProblem p = DenseProblem(1000, 512, 256, 8);
   Run(DenseKernels(), p, stream);
 
   CHECK_EQ(fake.launched.size(), 1u);
@@ -72,7 +72,7 @@ TEST(DenseKMajor) {
 TEST(DenseNMajorScaledF32) {
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
-  Problem p = DenseProblem(640, 384, 128, 4);
+  ForwardProblem p = DenseProblem(640, 384, 128, 4);
   p.b_major = N_MAJOR;
   p.d_element = F32;
   p.alpha = kAlpha;
@@ -96,7 +96,7 @@ TEST(DenseNMajorScaledF32) {
 TEST(Pointers) {
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
-  const Problem p = PointerProblem(512, 256, 128, 300);
+  const ForwardProblem p = PointerProblem(512, 256, 128, 300);
   Run(PointerKernels(), p, stream);
 
   CHECK_EQ(fake.launched.size(), 2u);
@@ -130,7 +130,7 @@ TEST(TupleInBatches) {
     fake.launched.clear();
     std::vector<Address> addresses(l);
     for (int64_t i = 0; i < l; ++i) addresses[i] = kB + 4096 * i;
-    Problem p = PointerProblem(512, 256, 128, l);
+    ForwardProblem p = PointerProblem(512, 256, 128, l);
     p.weights = Weights::kTuple;
     p.b = 0;
     p.weight_addresses = addresses.data();
@@ -250,7 +250,7 @@ TEST(SixteenBitDWithFloat32C) {
   const CUstream stream = fake.AddDevice(9, 0);
   for (Element element : {BF16, F16}) {
     fake.launched.clear();
-    const Problem p = WithC(PointerProblem(512, 256, 128, 3), element, F32);
+    const ForwardProblem p = WithC(PointerProblem(512, 256, 128, 3), element, F32);
     Run(PointerCKernels(), WithBias(p, F16), stream);
     const Launched& launch = fake.launched.at(1);
     CheckMap(fake.MapIn(launch, MAP_D),
@@ -280,7 +280,7 @@ void CheckCounter(const FakeDriver& fake, size_t memset, size_t launch, CUstream
 TEST(DynamicSchedule) {
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
-  const Problem dense = Dynamic(DenseProblem(1000, 512, 256, 8));
+  const ForwardProblem dense = Dynamic(DenseProblem(1000, 512, 256, 8));
   Run(DenseKernels(), dense, stream);
   CheckCounter(fake, 0, 0, stream, kScratch);
   CHECK_EQ(fake.launched.at(0).grid, 52u);
@@ -306,7 +306,7 @@ TEST(DynamicSchedule) {
 TEST(OverlapMargin) {
   FakeDriver fake;
   const CUstream hopper = fake.AddDevice(9, 0), blackwell = fake.AddDevice(10, 0);
-  Problem p = DenseProblem(100'000, 4096, 256, 8);
+  ForwardProblem p = DenseProblem(100'000, 4096, 256, 8);
   LoadForward(DenseKernels(), Weights::kDense, hopper);
   LoadForward(DenseKernels(), Weights::kDense, blackwell);
   // 60 clusters fit, of 2 CTAs or of 4: a margin takes as many clusters as it touches.
@@ -344,7 +344,7 @@ TEST(CaptureIsCounted) {
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
   const CUstream other = fake.AddStream(stream);
-  const Problem p = DenseProblem(1000, 512, 256, 8);
+  const ForwardProblem p = DenseProblem(1000, 512, 256, 8);
   LoadForward(DenseKernels(), Weights::kDense, stream);
   fake.calls.clear();
   LaunchForward(DenseKernels(), p, stream);  // not counted: off

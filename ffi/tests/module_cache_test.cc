@@ -83,7 +83,7 @@ TEST(ExecuteNeverLoads) {
   CHECK_CONTAINS(error, "kernel sm90_dense_bk_bf16_plain");
   CHECK_CONTAINS(error, "register the handler with all its stages");
   LoadForward(PointerKernels(), Weights::kPointers, stream);
-  Problem tuple = PointerProblem(64, 64, 64, 1);
+  ForwardProblem tuple = PointerProblem(64, 64, 64, 1);
   tuple.weights = Weights::kTuple;
   tuple.weight_addresses = &kB;
   CHECK_CONTAINS(check::Thrown([&] { LaunchForward(PointerKernels(), tuple, stream); }),

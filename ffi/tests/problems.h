@@ -12,31 +12,29 @@ constexpr Address kOffsets = 0x7f2000000004, kAlpha = 0x7f3000000004, kProb = 0x
 constexpr Address kBias = 0x7f6000000004, kC = 0x7f9000000100;
 constexpr Address kScratch = 0x7f5000000080;
 
-inline ForwardKernels DenseKernels() {
-  return FindForwardKernels("sm90_dense_bk_bf16_plain", "sm100_dense_bk_bf16_plain");
+inline CallKernels DenseKernels() {
+  return FindKernels(FORWARD, "sm90_dense_bk_bf16_plain", "sm100_dense_bk_bf16_plain");
 }
 
-inline ForwardKernels ScaledKernels() {
-  return FindForwardKernels("sm90_dense_bn_f32_scaled", "sm100_dense_bn_f32_scaled");
+inline CallKernels ScaledKernels() {
+  return FindKernels(FORWARD, "sm90_dense_bn_f32_scaled", "sm100_dense_bn_f32_scaled");
 }
 
-inline ForwardKernels PointerKernels() {
-  return FindForwardKernels("sm90_pointers_bk_f16_scaled", "sm100_pointers_bk_f16_scaled");
+inline CallKernels PointerKernels() {
+  return FindKernels(FORWARD, "sm90_pointers_bk_f16_scaled", "sm100_pointers_bk_f16_scaled");
 }
 
 // Kernels of one architecture only.
-inline ForwardKernels BiasKernels() { return FindForwardKernels("sm90_dense_bk_bf16_bias", ""); }
+inline CallKernels BiasKernels() { return FindKernels(FORWARD, "sm90_dense_bk_bf16_bias", ""); }
 
-inline ForwardKernels DenseCKernels() {
-  return FindForwardKernels("sm90_dense_bk_f32_c_16bit", "");
+inline CallKernels DenseCKernels() { return FindKernels(FORWARD, "sm90_dense_bk_f32_c_16bit", ""); }
+
+inline CallKernels PointerCKernels() {
+  return FindKernels(FORWARD, "sm90_pointers_bk_16bit_c_f32", "");
 }
 
-inline ForwardKernels PointerCKernels() {
-  return FindForwardKernels("sm90_pointers_bk_16bit_c_f32", "");
-}
-
-inline Problem DenseProblem(int64_t m, int64_t n, int64_t k, int64_t l) {
-  Problem p;
+inline ForwardProblem DenseProblem(int64_t m, int64_t n, int64_t k, int64_t l) {
+  ForwardProblem p;
   p.m = m;
   p.n = n;
   p.k = k;
@@ -48,8 +46,8 @@ inline Problem DenseProblem(int64_t m, int64_t n, int64_t k, int64_t l) {
   return p;
 }
 
-inline Problem PointerProblem(int64_t m, int64_t n, int64_t k, int64_t l) {
-  Problem p = DenseProblem(m, n, k, l);
+inline ForwardProblem PointerProblem(int64_t m, int64_t n, int64_t k, int64_t l) {
+  ForwardProblem p = DenseProblem(m, n, k, l);
   p.weights = Weights::kPointers;
   p.d_element = F16;
   p.scratch = kScratch;
@@ -58,20 +56,20 @@ inline Problem PointerProblem(int64_t m, int64_t n, int64_t k, int64_t l) {
 
 // `p` with more operands.
 
-inline Problem WithBias(Problem p, Element element) {
+inline ForwardProblem WithBias(ForwardProblem p, Element element) {
   p.bias = kBias;
   p.bias_element = element;
   return p;
 }
 
-inline Problem WithC(Problem p, Element d_element, Element c_element) {
+inline ForwardProblem WithC(ForwardProblem p, Element d_element, Element c_element) {
   p.d_element = d_element;
   p.c = kC;
   p.c_element = c_element;
   return p;
 }
 
-inline Problem Dynamic(Problem p) {
+inline ForwardProblem Dynamic(ForwardProblem p) {
   p.dynamic = true;
   p.scratch = kScratch;
   return p;
