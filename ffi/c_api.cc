@@ -32,10 +32,12 @@ ForwardProblem ProblemOf(const jgg_call& call) {
   problem.n = call.n;
   problem.k = call.k;
   problem.l = call.l;
+  problem.groups = call.groups;
   problem.a = call.a;
   problem.b = call.b;
   problem.weight_addresses = call.weight_addresses;
   problem.offsets = call.offsets;
+  problem.experts = call.experts;
   problem.alpha = call.alpha;
   problem.prob = call.prob;
   problem.bias = call.bias;

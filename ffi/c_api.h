@@ -41,13 +41,15 @@ typedef struct jgg_call {
   const char* c_dtype;    /* the same; null: no C */
   const char* bias_dtype; /* the same; null: no bias */
   int64_t m, n, k, l;
+  int64_t groups;                   /* l, unless there are experts */
   int64_t dynamic;                  /* 1: CTAs take tiles from a counter in scratch; 0: static */
   int64_t overlap_margin;           /* SMs left free, 0 or more */
   uint64_t a;                       /* BF16 (m, k) */
-  uint64_t offsets;                 /* int32 (l,) ends of the groups */
-  uint64_t alpha;                   /* float32 (l,); 0: ones */
+  uint64_t offsets;                 /* int32 (groups,) ends of the groups */
+  uint64_t experts;                 /* int32 (groups,) of each group; 0: group g is expert g's */
+  uint64_t alpha;                   /* float32 (groups,); 0: ones */
   uint64_t prob;                    /* float32 (m,); 0: ones */
-  uint64_t bias;                    /* (l, n); 0: no bias */
+  uint64_t bias;                    /* (groups, n); 0: no bias */
   uint64_t b;                       /* dense: BF16 weights; pointers: int64 (l,); tuple: 0 */
   const uint64_t* weight_addresses; /* tuple: l device addresses in host memory; else null */
   uint64_t d;                       /* (m, n) */

@@ -17,6 +17,7 @@ struct ForwardAttributes {
   std::string_view sm100;
   std::string_view weights;
   std::string_view b_major;
+  bool has_experts;
   bool has_alpha;
   bool has_prob;
   bool has_bias;
@@ -24,6 +25,7 @@ struct ForwardAttributes {
   bool dynamic;
   int64_t overlap_margin;
   int64_t n;
+  int64_t l;
   std::string_view build_id;
 };
 
@@ -52,27 +54,37 @@ DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
   p.dynamic = attributes.dynamic;
   p.overlap_margin = attributes.overlap_margin;
   const bool has_scratch = !dense || p.dynamic;
-  const size_t first_weight = 2 + attributes.has_alpha + attributes.has_prob + attributes.has_bias;
+  const size_t first_weight =
+      2 + attributes.has_experts + attributes.has_alpha + attributes.has_prob + attributes.has_bias;
   if (args.size() < first_weight) ExpectCount("operands", args.size(), first_weight + 1);
   ExpectCount("results", rets.size(), 1 + attributes.has_c + has_scratch);
 
+  // Without experts, group g is expert g's.
+  const char* per_group = attributes.has_experts ? "(G,)" : "(L,)";
   const ffi::AnyBuffer a = operand(0);
   const ffi::AnyBuffer offsets = operand(1);
   if (a.dimensions().size() != 2) Mismatch(a, "a", "BF16 (M, K)");
-  if (offsets.dimensions().size() != 1) Mismatch(offsets, "offsets", "S32 (L,)");
+  if (offsets.dimensions().size() != 1) Mismatch(offsets, "offsets", Text("S32 ", per_group));
   p.m = a.dimensions()[0];
   p.k = a.dimensions()[1];
   p.n = attributes.n;
-  p.l = offsets.dimensions()[0];
+  p.l = attributes.l;
+  p.groups = attributes.has_experts ? offsets.dimensions()[0] : p.l;
   ExpectCount("operands", args.size(), first_weight + (tuple ? static_cast<size_t>(p.l) : 1));
 
   p.a = Expect(a, "a", ffi::BF16, "(M, K)", {p.m, p.k});
-  p.offsets = Expect(offsets, "offsets", ffi::S32, "(L,)", {p.l});
+  p.offsets = Expect(offsets, "offsets", ffi::S32, per_group, {p.groups});
   size_t next = 2;
-  if (attributes.has_alpha) p.alpha = Expect(operand(next++), "alpha", ffi::F32, "(L,)", {p.l});
+  if (attributes.has_experts) {
+    p.experts = Expect(operand(next++), "experts", ffi::S32, per_group, {p.groups});
+  }
+  if (attributes.has_alpha) {
+    p.alpha = Expect(operand(next++), "alpha", ffi::F32, per_group, {p.groups});
+  }
   if (attributes.has_prob) p.prob = Expect(operand(next++), "prob", ffi::F32, "(M,)", {p.m});
   if (attributes.has_bias) {
-    p.bias = ExpectOneOf(operand(next++), "bias", kFloats, "(L, N)", {p.l, p.n}, &p.bias_element);
+    const char* axes = attributes.has_experts ? "(G, N)" : "(L, N)";
+    p.bias = ExpectOneOf(operand(next++), "bias", kFloats, axes, {p.groups, p.n}, &p.bias_element);
   }
 
   const bool k_major = p.b_major == K_MAJOR;
@@ -136,11 +148,12 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jgg::ForwardAttributes, xla::ffi::StructMember<std::string_view>("sm90"),
     xla::ffi::StructMember<std::string_view>("sm100"),
     xla::ffi::StructMember<std::string_view>("weights"),
-    xla::ffi::StructMember<std::string_view>("b_major"), xla::ffi::StructMember<bool>("has_alpha"),
+    xla::ffi::StructMember<std::string_view>("b_major"),
+    xla::ffi::StructMember<bool>("has_experts"), xla::ffi::StructMember<bool>("has_alpha"),
     xla::ffi::StructMember<bool>("has_prob"), xla::ffi::StructMember<bool>("has_bias"),
     xla::ffi::StructMember<bool>("has_c"), xla::ffi::StructMember<bool>("dynamic"),
     xla::ffi::StructMember<int64_t>("overlap_margin"), xla::ffi::StructMember<int64_t>("n"),
-    xla::ffi::StructMember<std::string_view>("build_id"));
+    xla::ffi::StructMember<int64_t>("l"), xla::ffi::StructMember<std::string_view>("build_id"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jgg_forward_instantiate, jgg::Instantiate,
                               jgg::BindInstantiate<jgg::ForwardAttributes>());

@@ -152,6 +152,13 @@ void CheckProblem(const Problem& problem, int64_t scratch_bytes) {
   CheckExtent("n", problem.n, 8);
   CheckExtent("k", problem.k, 8);
   CheckExtent("l", problem.l, 1);
+  CheckExtent("groups", problem.groups, 1);
+  if (problem.experts != 0) {
+    CheckAddress("experts", problem.experts, 4);
+  } else if (problem.groups != problem.l) {
+    InvalidArgument("groups must be l = ", problem.l, " where experts is null; got ",
+                    problem.groups, "; pass the experts of the groups, or one group per expert");
+  }
   CheckAddress("offsets", problem.offsets, 4);
   if (problem.alpha != 0) CheckAddress("alpha", problem.alpha, 4);
   CheckAddress("d", problem.d, 16);
@@ -160,6 +167,10 @@ void CheckProblem(const Problem& problem, int64_t scratch_bytes) {
 
 void CheckKernel(const Kernel& kernel, const Problem& problem) {
   if (!Writes(kernel.d_element, problem.d_element)) DoesNotFit(kernel, "write d in this dtype");
+  // Group g is expert g's in a kernel without.
+  if (problem.experts != 0 && !kernel.Takes(PTR_EXPERTS)) {
+    DoesNotFit(kernel, "map groups to experts");
+  }
   if (problem.alpha != 0 && !kernel.Takes(PTR_ALPHA)) DoesNotFit(kernel, "scale by alpha");
   if (problem.dynamic && !kernel.Takes(PTR_COUNTER)) {
     DoesNotFit(kernel, "schedule its tiles dynamically");

@@ -14,11 +14,12 @@ using Address = uint64_t;  // of device memory
 
 enum class Weights { kDense, kPointers, kTuple };
 
-// What every call has. M rows, in groups that end at offsets (L,).
+// What every call has. M rows in G groups, which end at offsets (G,), of L experts.
 struct Problem {
-  int64_t m = 0, n = 0, k = 0, l = 0;
+  int64_t m = 0, n = 0, k = 0, l = 0, groups = 0;
   Address offsets = 0;
-  Address alpha = 0;  // of each group; 0: ones
+  Address experts = 0;  // of each group; 0: group g is expert g's, and G is L
+  Address alpha = 0;    // of each group; 0: ones
   Address d = 0;
   Element d_element = BF16;
   Address scratch = 0;         // ScratchBytes(), 0 if that is 0
@@ -28,8 +29,8 @@ struct Problem {
   int64_t CounterBytes() const { return dynamic ? 128 : 0; }
 };
 
-// D (M, N) = rows of A (M, K), in groups, times each group's B, scaled, plus each group's bias.
-// C (M, N), if asked for, is D before `prob` (with a bias: D itself) in a type of its own.
+// D (M, N) = rows of A (M, K), in groups, times B of each one's expert, scaled, plus each group's
+// bias. C (M, N), if asked for, is D before `prob` (with a bias: D itself) in a type of its own.
 struct ForwardProblem : Problem {
   Weights weights = Weights::kDense;
   Major b_major = K_MAJOR;

@@ -192,6 +192,7 @@ def forward(library):
             "sm100": "sm100_dense_bk_bf16_plain",
             "weights": "dense",
             "b_major": "k",
+            "has_experts": False,
             "has_alpha": False,
             "has_prob": False,
             "has_bias": False,
@@ -199,6 +200,7 @@ def forward(library):
             "dynamic": False,
             "overlap_margin": np.int64(0),
             "n": np.int64(32),
+            "l": np.int64(1),
             "build_id": "fake-build",
             **changes,
         }
@@ -216,6 +218,7 @@ def forward(library):
         ({"sm90": "sm90_gone"}, "no forward kernel 'sm90_gone' for sm_90: the program was lowered for another build"),
         ({"weights": "sparse"}, "weights must be 'dense', 'pointers' or 'tuple'; got 'sparse'"),
         ({"n": np.int32(32)}, "Wrong scalar data type"),
+        ({"l": np.int32(1)}, "Wrong scalar data type"),
         ({"overlap_margin": np.int32(0)}, "Wrong scalar data type"),
         ({"has_c": np.int64(0)}, "Wrong scalar data type"),
         ({"sm90": "", "sm100": ""}, "sm90 or sm100 must name a forward kernel; got neither"),
@@ -227,7 +230,7 @@ def test_instantiate_refuses(forward, changes, message):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"sm100": ""}, {"sm90": ""}, {"has_bias": True, "has_c": True, "dynamic": True}]
+    "changes", [{}, {"sm100": ""}, {"sm90": ""}, {"has_experts": True, "has_bias": True, "has_c": True, "dynamic": True}]
 )
 def test_instantiate_decodes_what_jax_passes(forward, changes):
     """Attributes pass instantiate; the CPU then has no stream to launch on."""

@@ -171,6 +171,13 @@ TEST(Operands) {
       {[](ForwardProblem& p) { p.n = 60; }, {"n must be a multiple of 8", "got 60", "pad", "64"}},
       {[](ForwardProblem& p) { p.k = 0; }, {"k must be between 1 and 2147482623; got 0"}},
       {[](ForwardProblem& p) { p.l = 0; }, {"l must be between 1 and"}},
+      {[](ForwardProblem& p) { p.groups = 0, p.experts = kExperts; },
+       {"groups must be between 1 and 2147482623; got 0"}},
+      {[=](ForwardProblem& p) { p.groups = limit + 1, p.experts = kExperts; },
+       {"groups must be between 1 and", "2147482624"}},
+      {[](ForwardProblem& p) { p.groups = 3; },
+       {"groups must be l = 2 where experts is null; got 3", "pass the experts of the groups"}},
+      {[](ForwardProblem& p) { p.experts = 2; }, {"experts must be aligned to 4 bytes"}},
       {[](ForwardProblem& p) { p.m = -1; }, {"m must be between 1 and", "got -1"}},
       {[=](ForwardProblem& p) { p.m = limit + 1; },
        {"m must be between 1 and", "2147482624", "split"}},
@@ -261,14 +268,19 @@ TEST(BiasAndCOperands) {
             {{[](ForwardProblem& p) { p.c_element = BF16; }, "does not write c in this dtype"},
              {[](ForwardProblem& p) { p.d_element = F32; }, "does not write d in this dtype"}});
 
-  // No kernel of the table is without a counter.
-  Kernel fixed = *FindKernel("sm90_dense_bk_bf16_plain");
-  for (FieldSlot& slot : fixed.fields) {
-    if (slot.field == PTR_COUNTER) slot.field = PTR_ALPHA;
-  }
-  const std::string error = check::Thrown(
-      [&] { LaunchForward({&fixed, nullptr}, Dynamic(DenseProblem(64, 64, 64, 2)), stream); });
-  CHECK_CONTAINS(error, "sm90_dense_bk_bf16_plain does not schedule its tiles dynamically");
+  // No kernel of the table is without a counter, or without experts.
+  auto error_without = [&](Field field, const ForwardProblem& p) {
+    Kernel kernel = *FindKernel("sm90_dense_bk_bf16_plain");
+    for (FieldSlot& slot : kernel.fields) {
+      if (slot.field == field) slot.field = PTR_ALPHA;
+    }
+    return check::Thrown([&] { LaunchForward({&kernel, nullptr}, p, stream); });
+  };
+  const ForwardProblem p = DenseProblem(64, 64, 64, 2);
+  CHECK_CONTAINS(error_without(PTR_COUNTER, Dynamic(p)),
+                 "sm90_dense_bk_bf16_plain does not schedule its tiles dynamically");
+  CHECK_CONTAINS(error_without(PTR_EXPERTS, Mapped(p, 3)),
+                 "sm90_dense_bk_bf16_plain does not map groups to experts");
 }
 
 TEST(PointerOperands) {
@@ -322,7 +334,7 @@ jgg_call CCall(CUstream stream) {
   call.b_major = "k";
   call.d_dtype = "bfloat16";
   call.m = call.n = call.k = 64;
-  call.l = 2;
+  call.l = call.groups = 2;
   call.a = kA;
   call.offsets = kOffsets;
   call.b = kB;
@@ -361,6 +373,9 @@ TEST(CEntry) {
     CHECK_CONTAINS(jgg_forward(&call), "dynamic must be 0 or 1; got " + std::to_string(dynamic));
   }
   call = CCall(stream);
+  call.groups = 3;
+  CHECK_CONTAINS(jgg_forward(&call), "groups must be l = 2 where experts is null; got 3");
+  call = CCall(stream);
   call.overlap_margin = 119;
   CHECK_CONTAINS(jgg_forward(&call), "overlap_margin must be between 0 and 118");
   call = CCall(stream);
@@ -383,6 +398,8 @@ TEST(CEntryWithEveryOperand) {
   call.dynamic = 1;
   call.overlap_margin = 100;
   call.m = 100'000;
+  call.groups = 5;
+  call.experts = kExperts;
   call.alpha = kAlpha;
   call.prob = kProb;
   call.bias = kBias;
@@ -391,6 +408,10 @@ TEST(CEntryWithEveryOperand) {
   CHECK(jgg_forward(&call) == nullptr);
   const Launched& launch = fake.launched.at(1);
   CHECK_EQ(launch.grid, 20u);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_OFFSETS), kOffsets);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_EXPERTS), kExperts);
+  CHECK_EQ(launch.Value<int32_t>(DIM_L), 2);
+  CHECK_EQ(launch.Value<int32_t>(DIM_GROUPS), 5);
   CHECK_EQ(launch.Value<uint64_t>(PTR_ALPHA), kAlpha);
   CHECK_EQ(launch.Value<uint64_t>(PTR_PROB), kProb);
   CHECK_EQ(launch.Value<uint64_t>(PTR_BIAS), kBias);

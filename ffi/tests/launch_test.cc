@@ -61,7 +61,9 @@ TEST(DenseKMajor) {
   CHECK_EQ(launch.Value<int32_t>(DIM_M), 1000);
   CHECK_EQ(launch.Value<int32_t>(DIM_N), 512);
   CHECK_EQ(launch.Value<int32_t>(DIM_K), 256);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_EXPERTS), 0u);
   CHECK_EQ(launch.Value<int32_t>(DIM_L), 8);
+  CHECK_EQ(launch.Value<int32_t>(DIM_GROUPS), 8);
   CHECK_EQ(launch.Value<int32_t>(DIM_ONE), 1);
   CHECK_EQ(launch.Value<int32_t>(DIM_D_ROWS), 1064);
   // The rest of a map is packed too, not only its first bytes.
@@ -91,6 +93,29 @@ TEST(DenseNMajorScaledF32) {
   LaunchForward(ScaledKernels(), p, stream);
   CHECK_EQ(fake.launched.at(1).Value<uint64_t>(PTR_ALPHA), 0u);
   CHECK_EQ(fake.launched.at(1).Value<uint64_t>(PTR_PROB), kProb);
+}
+
+TEST(GroupsMappedToExperts) {
+  FakeDriver fake;
+  const CUstream stream = fake.AddDevice(9, 0);
+  ForwardProblem p = Mapped(DenseProblem(1000, 512, 256, 8), 3);
+  Run(DenseKernels(), p, stream);
+  const Launched& few = fake.launched.at(0);
+  CHECK_EQ(few.Value<uint64_t>(PTR_EXPERTS), kExperts);
+  CHECK_EQ(few.Value<int32_t>(DIM_L), 8);
+  CHECK_EQ(few.Value<int32_t>(DIM_GROUPS), 3);
+  CHECK_EQ(few.grid, 32u);  // (ceil(1000 / 256) + 3 + 1) * ceil(512 / 256) = 16 clusters of 2
+  CHECK_EQ(fake.MapIn(few, MAP_B).dims, (U64{256, 512, 8}));
+  // Experts may have several groups.
+  p.groups = 20;
+  LaunchForward(DenseKernels(), p, stream);
+  CHECK_EQ(fake.launched.at(1).Value<int32_t>(DIM_GROUPS), 20);
+  CHECK_EQ(fake.launched.at(1).grid, 100u);
+  // Maps are the experts', not the groups'.
+  Run(PointerKernels(), Dynamic(Mapped(PointerProblem(512, 256, 128, 300), 5)), stream);
+  CHECK_EQ(fake.launched.at(2).Value<int32_t>(COUNT), 300);
+  CHECK_EQ(fake.launched.at(3).Value<uint64_t>(PTR_EXPERTS), kExperts);
+  CHECK_EQ(fake.launched.at(3).Value<uint64_t>(PTR_COUNTER), kScratch + 128 * 300);
 }
 
 TEST(Pointers) {
@@ -367,7 +392,7 @@ TEST(TableIsConsistent) {
   kernel.fields[3].size = 4;
   CHECK_CONTAINS(Inconsistency(kernel), "has 4 bytes, expected 8");
   kernel = *FindKernel("sm90_dense_bk_bf16_plain");
-  kernel.fields[3].offset = 420;
+  kernel.fields[3].offset = 432;
   CHECK_CONTAINS(Inconsistency(kernel), "lies outside the parameters");
   kernel = *FindKernel("sm90_dense_bk_bf16_plain");
   kernel.param_bytes = 408;
@@ -393,23 +418,23 @@ TEST(TableOfBiasAndCIsConsistent) {
   const char* c16 = "sm90_dense_bk_f32_c_16bit";
   const char* d16 = "sm90_pointers_bk_16bit_c_f32";
   const std::vector<Case> cases = {
-      {bias, drop(TYPE_BIAS), "field 19 and PTR_BIAS must come together"},
-      {bias, drop(PTR_BIAS), "field 19 and PTR_BIAS must come together"},
+      {bias, drop(TYPE_BIAS), "field 21 and PTR_BIAS must come together"},
+      {bias, drop(PTR_BIAS), "field 21 and PTR_BIAS must come together"},
       {bias, [](Kernel& k) { k.c_element = F32; },
        "field 3 and an element of C must come together"},
       {bias, [](Kernel& k) { k.d_element = k.maps[2].element = ANY16; },
-       "field 21 and a D of either 16-bit type must come together"},
+       "field 23 and a D of either 16-bit type must come together"},
       {c16, drop(MAP_C), "field 3 and an element of C must come together"},
-      {c16, drop(TYPE_C), "field 20 and a C of either 16-bit type must come together"},
+      {c16, drop(TYPE_C), "field 22 and a C of either 16-bit type must come together"},
       {c16, [](Kernel& k) { k.c_element = NONE; }, "field 3 and an element of C must"},
       {c16, [](Kernel& k) { k.c_element = k.maps[3].element = F32; },
-       "field 20 and a C of either 16-bit type"},
+       "field 22 and a C of either 16-bit type"},
       {c16, [](Kernel& k) { k.maps.pop_back(); }, "no map of rank 3 for field 3"},
       {c16, [](Kernel& k) { k.maps[3].element = F16; },
        "map for field 3 has element 2, expected 4"},
       {c16, [](Kernel& k) { k.maps[3].box[1] = 32; }, "boxes of C and D differ in rows"},
-      {d16, drop(TYPE_D), "field 21 and a D of either 16-bit type must come together"},
-      {d16, [](Kernel& k) { k.d_element = k.maps[2].element = F16; }, "field 21 and a D of either"},
+      {d16, drop(TYPE_D), "field 23 and a D of either 16-bit type must come together"},
+      {d16, [](Kernel& k) { k.d_element = k.maps[2].element = F16; }, "field 23 and a D of either"},
       {d16, [](Kernel& k) { k.maps[2].element = F16; },
        "map for field 2 has element 2, expected 4"},
       {d16, [](Kernel& k) { k.maps[1].element = F16; },

@@ -9,6 +9,7 @@ namespace jgg {
 
 constexpr Address kA = 0x7f0000000100, kB = 0x7f1000000100, kD = 0x7f8000000100;
 constexpr Address kOffsets = 0x7f2000000004, kAlpha = 0x7f3000000004, kProb = 0x7f4000000004;
+constexpr Address kExperts = 0x7fa000000004;
 constexpr Address kBias = 0x7f6000000004, kC = 0x7f9000000100;
 constexpr Address kScratch = 0x7f5000000080;
 
@@ -38,7 +39,7 @@ inline ForwardProblem DenseProblem(int64_t m, int64_t n, int64_t k, int64_t l) {
   p.m = m;
   p.n = n;
   p.k = k;
-  p.l = l;
+  p.l = p.groups = l;
   p.a = kA;
   p.b = kB;
   p.offsets = kOffsets;
@@ -55,6 +56,13 @@ inline ForwardProblem PointerProblem(int64_t m, int64_t n, int64_t k, int64_t l)
 }
 
 // `p` with more operands.
+
+template <typename AnyProblem>
+AnyProblem Mapped(AnyProblem p, int64_t groups) {
+  p.groups = groups;
+  p.experts = kExperts;
+  return p;
+}
 
 inline ForwardProblem WithBias(ForwardProblem p, Element element) {
   p.bias = kBias;
