@@ -42,8 +42,8 @@ struct DecodedCall {
 
 DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                    const ForwardAttributes& attributes) {
-  auto operand = [&args](size_t i) { return *args.get<ffi::AnyBuffer>(i); };
-  auto result = [&rets](size_t i) { return **rets.get<ffi::AnyBuffer>(i); };
+  auto operand = [&args](size_t i) { return Operand(args, i); };
+  auto result = [&rets](size_t i) { return ResultOf(rets, i); };
 
   DecodedCall call;
   ForwardProblem& p = call.problem;

@@ -22,6 +22,8 @@ const char* NameOf(Kind kind) {
   switch (kind) {
     case FORWARD:
       return "forward";
+    case WGRAD:
+      return "wgrad";
     case MAPS_FROM_MEMORY:
     case MAPS_BY_VALUE:
       break;
@@ -42,8 +44,9 @@ const Kernel* FindNamed(Kind kind, std::string_view name, int32_t arch) {
 
 void CheckExtent(const char* name, int64_t extent, int64_t multiple) {
   if (extent < 1 || extent > kExtentLimit) {
-    InvalidArgument(name, " must be between 1 and ", kExtentLimit, "; got ", extent,
-                    extent < 1 ? "; an empty product needs no launch" : "; split the operand");
+    InvalidArgument(
+        name, " must be between 1 and ", kExtentLimit, "; got ", extent,
+        extent < 1 ? "; an empty product is zeros, and needs no launch" : "; split the operand");
   }
   if (extent % multiple != 0) {
     InvalidArgument(name, " must be a multiple of ", multiple, " (16-byte rows); got ", extent,

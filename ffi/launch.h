@@ -15,11 +15,15 @@ namespace jgg {
 // lacks. One of the names may be empty: the call has no kernel for that architecture.
 CallKernels FindKernels(Kind kind, std::string_view sm90, std::string_view sm100);
 
-// Loads what a call needs on the stream's device; an error if that would be under stream capture.
+// Load what a call needs on the stream's device; an error if that would be under stream capture.
 void LoadForward(const CallKernels& kernels, Weights weights, CUstream stream);
 
-// Enqueues one call. Safe under stream capture: it never loads, allocates, copies or waits.
+void LoadWgrad(const CallKernels& kernels, CUstream stream);
+
+// Enqueue one call. Safe under stream capture: they never load, allocate, copy or wait.
 void LaunchForward(const CallKernels& kernels, const ForwardProblem& problem, CUstream stream);
+
+void LaunchWgrad(const CallKernels& kernels, const WgradProblem& problem, CUstream stream);
 
 // Test hook: while on, counts calls that were launched, and those launched under capture.
 struct LaunchCounts {

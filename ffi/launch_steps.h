@@ -1,4 +1,4 @@
-// The steps that calls of every kind share; forward.cc puts them together.
+// The steps that calls of every kind share; forward.cc and wgrad.cc put them together.
 
 #ifndef JGG_LAUNCH_STEPS_H_
 #define JGG_LAUNCH_STEPS_H_

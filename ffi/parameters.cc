@@ -44,6 +44,8 @@ const void* ValueOf(Field field, const FieldValues& values) {
       return &values.l;
     case DIM_GROUPS:
       return &values.groups;
+    case DIM_LOAD_ROWS:
+      return &values.load_rows;
     case DIM_ONE:
       return &kOne;
     case DIM_D_ROWS:

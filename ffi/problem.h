@@ -49,6 +49,16 @@ struct ForwardProblem : Problem {
   int64_t ScratchBytes() const { return MapsBytes() + CounterBytes(); }
 };
 
+// D (L, N, K): each group's X^T Y, over its rows of X (M, N) and Y (M, K), scaled, is the matrix of
+// its expert. Those of experts without a group are not written.
+struct WgradProblem : Problem {
+  Address x = 0;
+  Address y = 0;
+  bool accumulate = false;  // adds to what D holds
+
+  int64_t ScratchBytes() const { return CounterBytes(); }
+};
+
 // The words that the borders use for them; anything else is an error that lists the choices.
 Weights ParseWeights(std::string_view word);
 Major ParseMajor(std::string_view word);

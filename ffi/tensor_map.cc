@@ -42,6 +42,19 @@ TensorView ViewRagged(const char* name, Element element, Address base, const For
           {row_bytes, row_bytes}};
 }
 
+TensorView ViewRaggedLoad(const char* name, Address base, int64_t columns, int64_t rows) {
+  constexpr uint64_t kSpan = uint64_t{1} << 30;
+  const uint64_t row_bytes = U(columns) * ElementBytes(BF16);
+  // kSpan times the last stride is -kSpan * row_bytes, modulo 2^64: it takes back what the second
+  // dimension adds.
+  return {name,
+          BF16,
+          base,
+          4,
+          {U(columns), kSpan, U(rows) + 1, kSpan + 1},
+          {row_bytes, row_bytes, (uint64_t{1} << 34) - row_bytes}};
+}
+
 }  // namespace
 
 TensorView ViewA(const ForwardProblem& p) {
@@ -66,6 +79,15 @@ TensorView ViewRaggedD(const ForwardProblem& p, uint32_t box_rows) {
 
 TensorView ViewRaggedC(const ForwardProblem& p, uint32_t box_rows) {
   return ViewRagged("c", p.c_element, p.c, p, box_rows);
+}
+
+TensorView ViewX(const WgradProblem& p) { return ViewRaggedLoad("x", p.x, p.n, p.m); }
+
+TensorView ViewY(const WgradProblem& p) { return ViewRaggedLoad("y", p.y, p.k, p.m); }
+
+TensorView ViewGradients(const WgradProblem& p) {
+  const uint64_t row_bytes = U(p.k) * ElementBytes(p.d_element);
+  return {"d", p.d_element, p.d, 3, {U(p.k), U(p.n), U(p.l)}, {row_bytes, U(p.n) * row_bytes}};
 }
 
 void Encode(const Driver& driver, const TensorView& view, const MapSpec& spec, const Where& where,

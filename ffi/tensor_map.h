@@ -31,6 +31,12 @@ TensorView ViewB(const ForwardProblem& problem);
 TensorView ViewRaggedD(const ForwardProblem& problem, uint32_t box_rows);
 TensorView ViewRaggedC(const ForwardProblem& problem, uint32_t box_rows);
 
+// X and Y of weight gradients, for loads of boxes that end at any row, and D. See "Wgrad's maps" in
+// docs/architecture.md.
+TensorView ViewX(const WgradProblem& problem);
+TensorView ViewY(const WgradProblem& problem);
+TensorView ViewGradients(const WgradProblem& problem);
+
 // The element is the view's: the table's may leave open which one.
 // Writes to where the map stays: GCC 12 without optimisation misaligns a returned temporary.
 void Encode(const Driver& driver, const TensorView& view, const MapSpec& spec, const Where& where,

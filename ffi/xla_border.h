@@ -77,6 +77,15 @@ inline Address Expect(const xla::ffi::AnyBuffer& buffer, const char* name, xla::
   return AddressOf(buffer);
 }
 
+// Operands and results by position; as many as there must be are there.
+inline xla::ffi::AnyBuffer Operand(const xla::ffi::RemainingArgs& args, size_t i) {
+  return *args.get<xla::ffi::AnyBuffer>(i);
+}
+
+inline xla::ffi::AnyBuffer ResultOf(const xla::ffi::RemainingRets& rets, size_t i) {
+  return **rets.get<xla::ffi::AnyBuffer>(i);
+}
+
 inline Element ElementOf(xla::ffi::DataType dtype) {
   switch (dtype) {
     case xla::ffi::BF16:

@@ -7,6 +7,8 @@
 #include <tuple>
 
 #include "check.h"
+#include "check_map.h"
+#include "error.h"
 #include "fake_driver.h"
 #include "problems.h"
 
@@ -14,26 +16,9 @@ namespace jgg {
 
 namespace {
 
-using U64 = std::vector<uint64_t>;
-using U32 = std::vector<uint32_t>;
-
 void Run(const CallKernels& kernels, const ForwardProblem& problem, CUstream stream) {
   LoadForward(kernels, problem.weights, stream);
   LaunchForward(kernels, problem, stream);
-}
-
-void CheckMap(const EncodedMap& map, CUtensorMapDataType type, uint64_t address, const U64& dims,
-              const U64& strides, const U32& box, CUtensorMapSwizzle swizzle) {
-  CHECK_EQ(map.type, type);
-  CHECK_EQ(map.address, address);
-  CHECK_EQ(map.dims, dims);
-  CHECK_EQ(map.strides, strides);
-  CHECK_EQ(map.box, box);
-  CHECK_EQ(map.swizzle, swizzle);
-  CHECK_EQ(map.element_strides, U32(dims.size(), 1));
-  CHECK_EQ(map.interleave, CU_TENSOR_MAP_INTERLEAVE_NONE);
-  CHECK_EQ(map.l2_promotion, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
-  CHECK_EQ(map.fill, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 TEST(DenseKMajor) {
@@ -406,7 +391,7 @@ TEST(TableOfBiasAndCIsConsistent) {
   struct Case {
     const char* kernel;
     std::function<void(Kernel&)> spoil;
-    const char* part;
+    std::string part;
   };
   auto drop = [](Field field) {
     return [field](Kernel& k) {
@@ -418,23 +403,27 @@ TEST(TableOfBiasAndCIsConsistent) {
   const char* c16 = "sm90_dense_bk_f32_c_16bit";
   const char* d16 = "sm90_pointers_bk_16bit_c_f32";
   const std::vector<Case> cases = {
-      {bias, drop(TYPE_BIAS), "field 21 and PTR_BIAS must come together"},
-      {bias, drop(PTR_BIAS), "field 21 and PTR_BIAS must come together"},
+      {bias, drop(TYPE_BIAS), Text("field ", TYPE_BIAS, " and PTR_BIAS must come together")},
+      {bias, drop(PTR_BIAS), Text("field ", TYPE_BIAS, " and PTR_BIAS must come together")},
       {bias, [](Kernel& k) { k.c_element = F32; },
-       "field 3 and an element of C must come together"},
+       Text("field ", MAP_C, " and an element of C must come together")},
       {bias, [](Kernel& k) { k.d_element = k.maps[2].element = ANY16; },
-       "field 23 and a D of either 16-bit type must come together"},
-      {c16, drop(MAP_C), "field 3 and an element of C must come together"},
-      {c16, drop(TYPE_C), "field 22 and a C of either 16-bit type must come together"},
-      {c16, [](Kernel& k) { k.c_element = NONE; }, "field 3 and an element of C must"},
+       Text("field ", TYPE_D, " and a D of either 16-bit type must come together")},
+      {c16, drop(MAP_C), Text("field ", MAP_C, " and an element of C must come together")},
+      {c16, drop(TYPE_C),
+       Text("field ", TYPE_C, " and a C of either 16-bit type must come together")},
+      {c16, [](Kernel& k) { k.c_element = NONE; },
+       Text("field ", MAP_C, " and an element of C must")},
       {c16, [](Kernel& k) { k.c_element = k.maps[3].element = F32; },
-       "field 22 and a C of either 16-bit type"},
-      {c16, [](Kernel& k) { k.maps.pop_back(); }, "no map of rank 3 for field 3"},
+       Text("field ", TYPE_C, " and a C of either 16-bit type")},
+      {c16, [](Kernel& k) { k.maps.pop_back(); }, Text("no map of rank 3 for field ", MAP_C)},
       {c16, [](Kernel& k) { k.maps[3].element = F16; },
        "map for field 3 has element 2, expected 4"},
       {c16, [](Kernel& k) { k.maps[3].box[1] = 32; }, "boxes of C and D differ in rows"},
-      {d16, drop(TYPE_D), "field 23 and a D of either 16-bit type must come together"},
-      {d16, [](Kernel& k) { k.d_element = k.maps[2].element = F16; }, "field 23 and a D of either"},
+      {d16, drop(TYPE_D),
+       Text("field ", TYPE_D, " and a D of either 16-bit type must come together")},
+      {d16, [](Kernel& k) { k.d_element = k.maps[2].element = F16; },
+       Text("field ", TYPE_D, " and a D of either")},
       {d16, [](Kernel& k) { k.maps[2].element = F16; },
        "map for field 2 has element 2, expected 4"},
       {d16, [](Kernel& k) { k.maps[1].element = F16; },

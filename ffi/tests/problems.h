@@ -11,6 +11,7 @@ constexpr Address kA = 0x7f0000000100, kB = 0x7f1000000100, kD = 0x7f8000000100;
 constexpr Address kOffsets = 0x7f2000000004, kAlpha = 0x7f3000000004, kProb = 0x7f4000000004;
 constexpr Address kExperts = 0x7fa000000004;
 constexpr Address kBias = 0x7f6000000004, kC = 0x7f9000000100;
+constexpr Address kX = kA, kY = kB;
 constexpr Address kScratch = 0x7f5000000080;
 
 inline CallKernels DenseKernels() {
@@ -55,6 +56,35 @@ inline ForwardProblem PointerProblem(int64_t m, int64_t n, int64_t k, int64_t l)
   return p;
 }
 
+inline CallKernels WgradKernels() {
+  return FindKernels(WGRAD, "sm90_wgrad_bf16", "sm100_wgrad_bf16");
+}
+
+inline CallKernels AccumulateKernels() {
+  return FindKernels(WGRAD, "sm90_wgrad_f32_accumulate", "sm100_wgrad_f32_accumulate");
+}
+
+inline WgradProblem MakeWgradProblem(int64_t m, int64_t n, int64_t k, int64_t l) {
+  WgradProblem p;
+  p.m = m;
+  p.n = n;
+  p.k = k;
+  p.l = p.groups = l;
+  p.x = kX;
+  p.y = kY;
+  p.offsets = kOffsets;
+  p.d = kD;
+  return p;
+}
+
+// For AccumulateKernels().
+inline WgradProblem AccumulateProblem(int64_t m, int64_t n, int64_t k, int64_t l) {
+  WgradProblem p = MakeWgradProblem(m, n, k, l);
+  p.d_element = F32;
+  p.accumulate = true;
+  return p;
+}
+
 // `p` with more operands.
 
 template <typename AnyProblem>
@@ -77,7 +107,8 @@ inline ForwardProblem WithC(ForwardProblem p, Element d_element, Element c_eleme
   return p;
 }
 
-inline ForwardProblem Dynamic(ForwardProblem p) {
+template <typename AnyProblem>
+AnyProblem Dynamic(AnyProblem p) {
   p.dynamic = true;
   p.scratch = kScratch;
   return p;
