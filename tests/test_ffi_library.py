@@ -239,7 +239,8 @@ def test_instantiate_refuses(forward, changes, message):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"sm100": ""}, {"sm90": ""}, {"has_experts": True, "has_bias": True, "has_c": True, "dynamic": True}]
+    "changes",
+    [{}, {"sm100": ""}, {"sm90": ""}, {"has_experts": True, "has_bias": True, "has_c": True, "dynamic": True}],
 )
 def test_instantiate_decodes_what_jax_passes(forward, changes):
     """Attributes pass instantiate; the CPU then has no stream to launch on."""

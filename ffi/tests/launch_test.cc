@@ -385,6 +385,9 @@ TEST(TableIsConsistent) {
   kernel = *FindKernel("sm90_dense_bk_bf16_plain");
   kernel.maps.pop_back();
   CHECK_CONTAINS(Inconsistency(kernel), "no map of rank 3 for field 2");
+  kernel = *FindKernel("sm90_dense_bk_bf16_plain");
+  kernel.tile.m = 0;
+  CHECK_CONTAINS(Inconsistency(kernel), "tile and cluster must be positive");
 }
 
 TEST(TableOfBiasAndCIsConsistent) {

@@ -120,6 +120,12 @@ TEST(DynamicSchedule) {
     CHECK_EQ(reset.launches_before, i);
     CHECK_EQ(fake.launched.at(i).Value<uint64_t>(PTR_COUNTER), kScratch);
   }
+  // A static call has no counter, even with scratch.
+  WgradProblem fixed = p;
+  fixed.dynamic = false;
+  LaunchWgrad(WgradKernels(), fixed, stream);
+  CHECK_EQ(fake.launched.at(2).Value<uint64_t>(PTR_COUNTER), 0u);
+  CHECK_EQ(fake.memsets.size(), 2u);
 }
 
 TEST(OverlapMargin) {
