@@ -18,7 +18,7 @@ std::string Device::Describe() const {
               capability_minor, ")");
 }
 
-const Kernel& ForwardKernels::For(const Device& device) const {
+const Kernel& CallKernels::For(const Device& device) const {
   const int32_t arch = device.Arch();
   const Kernel* kernel = arch == 90 ? sm90 : sm100;
   if (kernel == nullptr) {
@@ -29,7 +29,7 @@ const Kernel& ForwardKernels::For(const Device& device) const {
   return *kernel;
 }
 
-std::string ForwardKernels::Describe() const {
+std::string CallKernels::Describe() const {
   if (sm90 == nullptr) return std::string(sm100->name);
   if (sm100 == nullptr) return std::string(sm90->name);
   return Text(sm90->name, " or ", sm100->name);

@@ -24,8 +24,8 @@ struct Device {
   std::string Describe() const;
 };
 
-// The forward kernel of a call for each architecture. One may be null: the call has none for that.
-struct ForwardKernels {
+// The kernel of a call for each architecture. One may be null: the call has none for that.
+struct CallKernels {
   const Kernel* sm90 = nullptr;
   const Kernel* sm100 = nullptr;
 
@@ -35,7 +35,7 @@ struct ForwardKernels {
 
 // What a driver error names besides the call that failed.
 struct Where {
-  const ForwardKernels& kernels;
+  const CallKernels& kernels;
   const Device* device = nullptr;  // null: not known yet
   const Kernel* kernel = nullptr;  // null: not chosen yet
 

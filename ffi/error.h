@@ -1,5 +1,5 @@
 // Errors travel as exceptions inside the library and are turned into an XLA FFI error, or a C
-// string, at its two borders (forward_handler.cc and host_handler.cc, c_api.cc).
+// string, at its two borders (xla_border.h, c_api.cc).
 
 #ifndef JGG_ERROR_H_
 #define JGG_ERROR_H_

@@ -17,6 +17,7 @@ struct ForwardAttributes {
   std::string_view sm100;
   std::string_view weights;
   std::string_view b_major;
+  bool has_experts;
   bool has_alpha;
   bool has_prob;
   bool has_bias;
@@ -24,52 +25,28 @@ struct ForwardAttributes {
   bool dynamic;
   int64_t overlap_margin;
   int64_t n;
+  int64_t l;
   std::string_view build_id;
 };
 
 namespace {
 
-Element ElementOf(const ffi::AnyBuffer& buffer, const char* name, const char* axes) {
-  switch (buffer.element_type()) {
-    case ffi::BF16:
-      return BF16;
-    case ffi::F16:
-      return F16;
-    case ffi::F32:
-      return F32;
-    default:
-      Mismatch(buffer, name, Text("BF16, F16 or F32 ", axes));
-  }
-}
-
-// As Expect, for a buffer of any element type that the kernels write or add; which one goes to
-// `element`.
-Address ExpectAnyElement(const ffi::AnyBuffer& buffer, const char* name, const char* axes,
-                         std::initializer_list<int64_t> dims, Element* element) {
-  *element = ElementOf(buffer, name, axes);
-  return Expect(buffer, name, buffer.element_type(), axes, dims);
-}
-
-void ExpectCount(const char* what, size_t found, size_t expected) {
-  if (found != expected) {
-    InvalidArgument("the call must have ", expected, " ", what, " for its attributes; got ", found,
-                    "; call it through jax_grouped_gemm, which prepares the operands");
-  }
-}
+// Of what the kernels write or add.
+constexpr std::initializer_list<ffi::DataType> kFloats = {ffi::BF16, ffi::F16, ffi::F32};
 
 // A problem and what it points to.
 struct DecodedCall {
-  Problem problem;
+  ForwardProblem problem;
   std::vector<Address> weight_addresses;
 };
 
 DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                    const ForwardAttributes& attributes) {
-  auto operand = [&args](size_t i) { return *args.get<ffi::AnyBuffer>(i); };
-  auto result = [&rets](size_t i) { return **rets.get<ffi::AnyBuffer>(i); };
+  auto operand = [&args](size_t i) { return Operand(args, i); };
+  auto result = [&rets](size_t i) { return ResultOf(rets, i); };
 
   DecodedCall call;
-  Problem& p = call.problem;
+  ForwardProblem& p = call.problem;
   p.weights = ParseWeights(attributes.weights);
   p.b_major = ParseMajor(attributes.b_major);
   const bool dense = p.weights == Weights::kDense;
@@ -77,27 +54,37 @@ DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
   p.dynamic = attributes.dynamic;
   p.overlap_margin = attributes.overlap_margin;
   const bool has_scratch = !dense || p.dynamic;
-  const size_t first_weight = 2 + attributes.has_alpha + attributes.has_prob + attributes.has_bias;
+  const size_t first_weight =
+      2 + attributes.has_experts + attributes.has_alpha + attributes.has_prob + attributes.has_bias;
   if (args.size() < first_weight) ExpectCount("operands", args.size(), first_weight + 1);
   ExpectCount("results", rets.size(), 1 + attributes.has_c + has_scratch);
 
+  // Without experts, group g is expert g's.
+  const char* per_group = attributes.has_experts ? "(G,)" : "(L,)";
   const ffi::AnyBuffer a = operand(0);
   const ffi::AnyBuffer offsets = operand(1);
   if (a.dimensions().size() != 2) Mismatch(a, "a", "BF16 (M, K)");
-  if (offsets.dimensions().size() != 1) Mismatch(offsets, "offsets", "S32 (L,)");
+  if (offsets.dimensions().size() != 1) Mismatch(offsets, "offsets", Text("S32 ", per_group));
   p.m = a.dimensions()[0];
   p.k = a.dimensions()[1];
   p.n = attributes.n;
-  p.l = offsets.dimensions()[0];
+  p.l = attributes.l;
+  p.groups = attributes.has_experts ? offsets.dimensions()[0] : p.l;
   ExpectCount("operands", args.size(), first_weight + (tuple ? static_cast<size_t>(p.l) : 1));
 
   p.a = Expect(a, "a", ffi::BF16, "(M, K)", {p.m, p.k});
-  p.offsets = Expect(offsets, "offsets", ffi::S32, "(L,)", {p.l});
+  p.offsets = Expect(offsets, "offsets", ffi::S32, per_group, {p.groups});
   size_t next = 2;
-  if (attributes.has_alpha) p.alpha = Expect(operand(next++), "alpha", ffi::F32, "(L,)", {p.l});
+  if (attributes.has_experts) {
+    p.experts = Expect(operand(next++), "experts", ffi::S32, per_group, {p.groups});
+  }
+  if (attributes.has_alpha) {
+    p.alpha = Expect(operand(next++), "alpha", ffi::F32, per_group, {p.groups});
+  }
   if (attributes.has_prob) p.prob = Expect(operand(next++), "prob", ffi::F32, "(M,)", {p.m});
   if (attributes.has_bias) {
-    p.bias = ExpectAnyElement(operand(next++), "bias", "(L, N)", {p.l, p.n}, &p.bias_element);
+    const char* axes = attributes.has_experts ? "(G, N)" : "(L, N)";
+    p.bias = ExpectOneOf(operand(next++), "bias", kFloats, axes, {p.groups, p.n}, &p.bias_element);
   }
 
   const bool k_major = p.b_major == K_MAJOR;
@@ -116,9 +103,9 @@ DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
     p.weight_addresses = call.weight_addresses.data();
   }
 
-  p.d = ExpectAnyElement(result(0), "d", "(M, N)", {p.m, p.n}, &p.d_element);
+  p.d = ExpectOneOf(result(0), "d", kFloats, "(M, N)", {p.m, p.n}, &p.d_element);
   if (attributes.has_c) {
-    p.c = ExpectAnyElement(result(1), "c", "(M, N)", {p.m, p.n}, &p.c_element);
+    p.c = ExpectOneOf(result(1), "c", kFloats, "(M, N)", {p.m, p.n}, &p.c_element);
   }
   if (has_scratch) {
     const char* bytes = dense ? "(128,)" : p.dynamic ? "(128 L + 128,)" : "(128 L,)";
@@ -127,17 +114,13 @@ DecodedCall Decode(const ffi::RemainingArgs& args, const ffi::RemainingRets& ret
   return call;
 }
 
-ForwardKernels KernelsOf(const ForwardAttributes& attributes) {
-  return FindForwardKernels(attributes.sm90, attributes.sm100);
+CallKernels KernelsOf(const ForwardAttributes& attributes) {
+  return FindKernels(FORWARD, attributes.sm90, attributes.sm100);
 }
 
 ffi::Error Instantiate(ffi::RemainingArgs, ffi::RemainingRets, ForwardAttributes attributes) {
   return AtBorder([&] {
-    if (attributes.build_id != BuildId()) {
-      FailedPrecondition("the program was lowered for build ", attributes.build_id,
-                         ", this library is build ", BuildId(),
-                         "; trace it again with the installed jax_grouped_gemm");
-    }
+    ExpectBuild(attributes.build_id);
     KernelsOf(attributes);
     ParseWeights(attributes.weights);
     ParseMajor(attributes.b_major);
@@ -165,33 +148,24 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jgg::ForwardAttributes, xla::ffi::StructMember<std::string_view>("sm90"),
     xla::ffi::StructMember<std::string_view>("sm100"),
     xla::ffi::StructMember<std::string_view>("weights"),
-    xla::ffi::StructMember<std::string_view>("b_major"), xla::ffi::StructMember<bool>("has_alpha"),
+    xla::ffi::StructMember<std::string_view>("b_major"),
+    xla::ffi::StructMember<bool>("has_experts"), xla::ffi::StructMember<bool>("has_alpha"),
     xla::ffi::StructMember<bool>("has_prob"), xla::ffi::StructMember<bool>("has_bias"),
     xla::ffi::StructMember<bool>("has_c"), xla::ffi::StructMember<bool>("dynamic"),
     xla::ffi::StructMember<int64_t>("overlap_margin"), xla::ffi::StructMember<int64_t>("n"),
-    xla::ffi::StructMember<std::string_view>("build_id"));
+    xla::ffi::StructMember<int64_t>("l"), xla::ffi::StructMember<std::string_view>("build_id"));
 
-// Every stage takes operands and results, whether or not a runtime passes them that early.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jgg_forward_instantiate, jgg::Instantiate,
-                              xla::ffi::Ffi::BindInstantiate()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<jgg::ForwardAttributes>());
+                              jgg::BindInstantiate<jgg::ForwardAttributes>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jgg_forward_initialize, jgg::Initialize,
-                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
-                                  .Ctx<xla::ffi::PlatformStream<CUstream>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<jgg::ForwardAttributes>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jgg_forward_initialize, jgg::Initialize,
+    (jgg::BindOnStream<jgg::ForwardAttributes, xla::ffi::ExecutionStage::kInitialize>()));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jgg_forward_execute, jgg::Execute,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<CUstream>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<jgg::ForwardAttributes>(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jgg_forward_execute, jgg::Execute,
+    (jgg::BindOnStream<jgg::ForwardAttributes, xla::ffi::ExecutionStage::kExecute>()),
+    {xla::ffi::Traits::kCmdBufferCompatible});
 
 void jgg_ffi_api_version(int* major, int* minor) {
   *major = XLA_FFI_API_MAJOR;

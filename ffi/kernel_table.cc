@@ -113,6 +113,10 @@ std::string Inconsistency(const Kernel& kernel) {
       problem << "field " << field << " and " << what << " must come together";
     }
   };
+  if (kernel.Persistent() &&
+      (kernel.tile.m < 1 || kernel.tile.n < 1 || kernel.cluster.m < 1 || kernel.cluster.n < 1)) {
+    problem << "tile and cluster must be positive";
+  }
   if (kernel.kind == FORWARD) {
     expect_map(MAP_A, 2, BF16);
     expect_map(MAP_B, 3, BF16);
@@ -131,9 +135,22 @@ std::string Inconsistency(const Kernel& kernel) {
     if (!kernel.Takes(MAP_B) && !kernel.Takes(PTR_MAPS)) {
       problem << "takes neither MAP_B nor PTR_MAPS";
     }
-    if (kernel.tile.m < 1 || kernel.tile.n < 1 || kernel.cluster.m < 1 || kernel.cluster.n < 1) {
-      problem << "tile and cluster must be positive";
+  }
+  if (kernel.kind == WGRAD) {
+    expect_map(MAP_A, 4, BF16);
+    expect_map(MAP_B, 4, BF16);
+    expect_map(MAP_D, 3, kernel.d_element);
+    for (Field field :
+         {MAP_A, MAP_B, MAP_D, PTR_OFFSETS, PTR_EXPERTS, PTR_COUNTER, PTR_ALPHA, DIM_GROUPS}) {
+      if (!kernel.Takes(field)) problem << "does not take field " << field;
     }
+    if (kernel.b_major != K_MAJOR) problem << "weight gradients are K_MAJOR";
+    if (kernel.c_element != NONE) problem << "weight gradients have no C";
+    if (kernel.d_element != F32 && (kernel.d_element != BF16 || kernel.accumulates)) {
+      problem << "weight gradients are F32, or BF16 where nothing is added to";
+    }
+  } else if (kernel.accumulates) {
+    problem << "only weight gradients accumulate";
   }
   if (kernel.kind == MAPS_BY_VALUE && kernel.AddressCount() == 0) problem << "takes no address";
   if (kernel.threads == 0) problem << "has no threads";

@@ -22,6 +22,7 @@ enum Field : int32_t {
   PTR_POINTERS,
   PTR_OFFSETS,
   PTR_COUNTER,
+  PTR_EXPERTS,
   PTR_ALPHA,
   PTR_PROB,
   PTR_BIAS,
@@ -29,6 +30,8 @@ enum Field : int32_t {
   DIM_N,
   DIM_K,
   DIM_L,
+  DIM_GROUPS,
+  DIM_LOAD_ROWS,
   DIM_ONE,
   DIM_D_ROWS,
   FIRST,
@@ -41,7 +44,7 @@ enum Field : int32_t {
 
 constexpr Field ADDRESS(int32_t i) { return static_cast<Field>(ADDRESS_0 + i); }
 
-enum Kind { FORWARD, MAPS_FROM_MEMORY, MAPS_BY_VALUE };
+enum Kind { FORWARD, WGRAD, MAPS_FROM_MEMORY, MAPS_BY_VALUE };
 
 // The kernels know these numbers too: the fields TYPE_* hold them. ANY16, of a kernel only: BF16 or
 // F16, as the call says.
@@ -83,14 +86,17 @@ struct Kernel {
   std::vector<Param> params;      // as cuFuncGetParamInfo reports them
   std::vector<FieldSlot> fields;  // values inside the parameter buffer
 
-  // FORWARD only.
+  // Not of prologues.
   Extent cluster = {1, 1};
   Extent tile = {0, 0};
   Major b_major = K_MAJOR;
   Element d_element = NONE;
   Element c_element = NONE;        // NONE: writes no C
   std::vector<MapSpec> maps = {};  // a kernel that reads B's maps from memory lists MAP_B too
+  bool accumulates = false;        // WGRAD: adds to what D holds
 
+  // It is launched with as many clusters as fit the device, at most.
+  bool Persistent() const { return kind == FORWARD || kind == WGRAD; }
   bool Takes(Field field) const;
   const MapSpec* FindMap(Field field) const;  // null: no such map
   size_t AddressCount() const;                // how many ADDRESS_i it takes

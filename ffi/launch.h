@@ -11,17 +11,21 @@
 
 namespace jgg {
 
-// The forward kernels of a call by name; an error names the one that this build lacks. One of the
-// names may be empty: the call has no kernel for that architecture.
-ForwardKernels FindForwardKernels(std::string_view sm90, std::string_view sm100);
+// The kernels of a call by name, which are of this kind; an error names the one that this build
+// lacks. One of the names may be empty: the call has no kernel for that architecture.
+CallKernels FindKernels(Kind kind, std::string_view sm90, std::string_view sm100);
 
-// Loads what a call needs on the stream's device; an error if that would be under stream capture.
-void LoadForward(const ForwardKernels& kernels, Weights weights, CUstream stream);
+// Load what a call needs on the stream's device; an error if that would be under stream capture.
+void LoadForward(const CallKernels& kernels, Weights weights, CUstream stream);
 
-// Enqueues one call. Safe under stream capture: it never loads, allocates, copies or waits.
-void LaunchForward(const ForwardKernels& kernels, const Problem& problem, CUstream stream);
+void LoadWgrad(const CallKernels& kernels, CUstream stream);
 
-// Test hook: while on, counts forward calls that were launched, and those launched under capture.
+// Enqueue one call. Safe under stream capture: they never load, allocate, copy or wait.
+void LaunchForward(const CallKernels& kernels, const ForwardProblem& problem, CUstream stream);
+
+void LaunchWgrad(const CallKernels& kernels, const WgradProblem& problem, CUstream stream);
+
+// Test hook: while on, counts calls that were launched, and those launched under capture.
 struct LaunchCounts {
   int64_t launches = 0;
   int64_t captured = 0;

@@ -133,7 +133,7 @@ void ModuleCache::Load(const Driver& driver, const Where& where) {
   // With lazy loading the code would otherwise reach the device at the first launch, perhaps under
   // capture.
   Check(driver, driver.cuFuncLoad_(loaded.function), "cuFuncLoad", where);
-  if (kernel.kind == FORWARD) {
+  if (kernel.Persistent()) {
     loaded.max_clusters = MaxActiveClusters(driver, loaded.function, where);
   }
 

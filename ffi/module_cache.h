@@ -15,7 +15,7 @@ namespace jgg {
 struct LoadedKernel {
   CUmodule module = nullptr;
   CUfunction function = nullptr;
-  int max_clusters = 0;  // that the device holds at once; forward kernels only
+  int max_clusters = 0;  // that the device holds at once; persistent kernels only
 };
 
 // Thread-safe. Entries live as long as the process: references stay valid.

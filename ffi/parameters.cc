@@ -26,6 +26,8 @@ const void* ValueOf(Field field, const FieldValues& values) {
       return &values.offsets;
     case PTR_COUNTER:
       return &values.counter;
+    case PTR_EXPERTS:
+      return &values.experts;
     case PTR_ALPHA:
       return &values.alpha;
     case PTR_PROB:
@@ -40,6 +42,10 @@ const void* ValueOf(Field field, const FieldValues& values) {
       return &values.k;
     case DIM_L:
       return &values.l;
+    case DIM_GROUPS:
+      return &values.groups;
+    case DIM_LOAD_ROWS:
+      return &values.load_rows;
     case DIM_ONE:
       return &kOne;
     case DIM_D_ROWS:
@@ -62,6 +68,16 @@ const void* ValueOf(Field field, const FieldValues& values) {
 }
 
 }  // namespace
+
+FieldValues::FieldValues(const Problem& problem)
+    : offsets(problem.offsets),
+      experts(problem.experts),
+      alpha(problem.alpha),
+      m(static_cast<int32_t>(problem.m)),
+      n(static_cast<int32_t>(problem.n)),
+      k(static_cast<int32_t>(problem.k)),
+      l(static_cast<int32_t>(problem.l)),
+      groups(static_cast<int32_t>(problem.groups)) {}
 
 Parameters::Parameters(const Kernel& kernel, const FieldValues& values)
     : bytes_(kernel.param_bytes) {

@@ -15,9 +15,13 @@ namespace jgg {
 
 // The value of every field; a kernel takes those that it lists.
 struct FieldValues {
+  // Those that every call has, from the problem; the rest, maps too, are for the caller to set.
+  explicit FieldValues(const Problem& problem);
+
   CUtensorMap map_a = {}, map_b = {}, map_d = {}, map_c = {};
-  Address maps = 0, pointers = 0, offsets = 0, counter = 0, alpha = 0, prob = 0, bias = 0;
-  int32_t m = 0, n = 0, k = 0, l = 0, d_rows = 0;
+  Address maps = 0, pointers = 0, offsets = 0, counter = 0, experts = 0;
+  Address alpha = 0, prob = 0, bias = 0;
+  int32_t m = 0, n = 0, k = 0, l = 0, groups = 0, load_rows = 0, d_rows = 0;
   int32_t first = 0, count = 0;
   int32_t type_bias = NONE, type_c = NONE, type_d = NONE;
   const Address* addresses = nullptr;  // `count` of them; ADDRESS_i past it are zero

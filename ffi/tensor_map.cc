@@ -31,7 +31,7 @@ CUtensorMapSwizzle Swizzle(uint32_t bytes) {
 
 uint64_t U(int64_t extent) { return static_cast<uint64_t>(extent); }
 
-TensorView ViewRagged(const char* name, Element element, Address base, const Problem& p,
+TensorView ViewRagged(const char* name, Element element, Address base, const ForwardProblem& p,
                       uint32_t box_rows) {
   const uint64_t row_bytes = U(p.n) * ElementBytes(element);
   return {name,
@@ -42,11 +42,26 @@ TensorView ViewRagged(const char* name, Element element, Address base, const Pro
           {row_bytes, row_bytes}};
 }
 
+TensorView ViewRaggedLoad(const char* name, Address base, int64_t columns, int64_t rows) {
+  constexpr uint64_t kSpan = uint64_t{1} << 30;
+  const uint64_t row_bytes = U(columns) * ElementBytes(BF16);
+  // kSpan times the last stride is -kSpan * row_bytes, modulo 2^64: it takes back what the second
+  // dimension adds.
+  return {name,
+          BF16,
+          base,
+          4,
+          {U(columns), kSpan, U(rows) + 1, kSpan + 1},
+          {row_bytes, row_bytes, (uint64_t{1} << 34) - row_bytes}};
+}
+
 }  // namespace
 
-TensorView ViewA(const Problem& p) { return {"a", BF16, p.a, 2, {U(p.k), U(p.m)}, {U(p.k) * 2}}; }
+TensorView ViewA(const ForwardProblem& p) {
+  return {"a", BF16, p.a, 2, {U(p.k), U(p.m)}, {U(p.k) * 2}};
+}
 
-TensorView ViewB(const Problem& p) {
+TensorView ViewB(const ForwardProblem& p) {
   const bool dense = p.weights == Weights::kDense;
   const uint64_t inner = U(p.b_major == K_MAJOR ? p.k : p.n);
   const uint64_t outer = U(p.b_major == K_MAJOR ? p.n : p.k);
@@ -58,12 +73,21 @@ TensorView ViewB(const Problem& p) {
           {inner * 2, inner * outer * 2}};
 }
 
-TensorView ViewRaggedD(const Problem& p, uint32_t box_rows) {
+TensorView ViewRaggedD(const ForwardProblem& p, uint32_t box_rows) {
   return ViewRagged("d", p.d_element, p.d, p, box_rows);
 }
 
-TensorView ViewRaggedC(const Problem& p, uint32_t box_rows) {
+TensorView ViewRaggedC(const ForwardProblem& p, uint32_t box_rows) {
   return ViewRagged("c", p.c_element, p.c, p, box_rows);
+}
+
+TensorView ViewX(const WgradProblem& p) { return ViewRaggedLoad("x", p.x, p.n, p.m); }
+
+TensorView ViewY(const WgradProblem& p) { return ViewRaggedLoad("y", p.y, p.k, p.m); }
+
+TensorView ViewGradients(const WgradProblem& p) {
+  const uint64_t row_bytes = U(p.k) * ElementBytes(p.d_element);
+  return {"d", p.d_element, p.d, 3, {U(p.k), U(p.n), U(p.l)}, {row_bytes, U(p.n) * row_bytes}};
 }
 
 void Encode(const Driver& driver, const TensorView& view, const MapSpec& spec, const Where& where,

@@ -20,16 +20,22 @@ struct TensorView {
   uint64_t strides[4];  // bytes, of dimensions 1...
 };
 
-TensorView ViewA(const Problem& problem);
+TensorView ViewA(const ForwardProblem& problem);
 
 // All experts of dense weights, or the template for one expert: the base is then replaced on the
 // device, and A's address stands in for it.
-TensorView ViewB(const Problem& problem);
+TensorView ViewB(const ForwardProblem& problem);
 
 // D, or C, with an additional dimension of `box_rows`, so that a box can be cut off at any row. See
 // "Ragged store" in docs/architecture.md.
-TensorView ViewRaggedD(const Problem& problem, uint32_t box_rows);
-TensorView ViewRaggedC(const Problem& problem, uint32_t box_rows);
+TensorView ViewRaggedD(const ForwardProblem& problem, uint32_t box_rows);
+TensorView ViewRaggedC(const ForwardProblem& problem, uint32_t box_rows);
+
+// X and Y of weight gradients, for loads of boxes that end at any row, and D. See "Wgrad's maps" in
+// docs/architecture.md.
+TensorView ViewX(const WgradProblem& problem);
+TensorView ViewY(const WgradProblem& problem);
+TensorView ViewGradients(const WgradProblem& problem);
 
 // The element is the view's: the table's may leave open which one.
 // Writes to where the map stays: GCC 12 without optimisation misaligns a returned temporary.

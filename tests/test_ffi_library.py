@@ -50,19 +50,19 @@ def build(tmp_path_factory):
 @pytest.fixture(scope="module")
 def library(build):
     library = ctypes.CDLL(str(build / "libjax_grouped_gemm.so"))
-    for name in ("jgg_build_id", "jgg_kernel_name", "jgg_driver_status", "jgg_forward"):
+    for name in ("jgg_build_id", "jgg_kernel_name", "jgg_driver_status", "jgg_forward", "jgg_wgrad"):
         getattr(library, name).restype = ctypes.c_char_p
     return library
 
 
-@pytest.mark.parametrize("name", ["launch", "errors", "module_cache", "handler", "table"])
+@pytest.mark.parametrize("name", ["launch", "errors", "module_cache", "handler", "wgrad", "wgrad_handler", "table"])
 def test_cpp(build, name):
     output = run("ctest", "--test-dir", build, "--output-on-failure", "-R", f"^{name}$")
     assert "100% tests passed" in output
 
 
 def test_every_cpp_test_is_run_here(build):
-    assert "Total Tests: 5" in run("ctest", "--test-dir", build, "-N")
+    assert "Total Tests: 7" in run("ctest", "--test-dir", build, "-N")
 
 
 def test_exports_only_the_documented_symbols(build):
@@ -82,6 +82,10 @@ def test_exports_only_the_documented_symbols(build):
         "jgg_kernel_count",
         "jgg_kernel_name",
         "jgg_launch_counts",
+        "jgg_wgrad",
+        "jgg_wgrad_execute",
+        "jgg_wgrad_initialize",
+        "jgg_wgrad_instantiate",
     }
 
 
@@ -98,12 +102,13 @@ def test_loads_without_a_gpu(library):
     assert library.jgg_build_id() == b"fake-build"
     count = library.jgg_kernel_count()
     names = [library.jgg_kernel_name(i) for i in range(count)]
-    assert len(set(names)) == count == 13
+    assert len(set(names)) == count == 18
     assert library.jgg_kernel_name(count) is None
     assert library.jgg_kernel_name(-1) is None
     status = library.jgg_driver_status()
     assert status is None or b"libcuda.so.1" in status or b"driver" in status
     assert b"struct_size" in library.jgg_forward(None)
+    assert b"struct_size" in library.jgg_wgrad(None)
 
 
 def test_built_against_an_api_that_this_runtime_has(library):
@@ -180,11 +185,15 @@ def test_gather_weights_errors(gather):
             jax.block_until_ready(gather(pointers.view(np.uint8), (5, 8, 8)))
 
 
+def register(library, call):
+    stages = {stage: getattr(library, f"jgg_{call}_{stage}") for stage in ("instantiate", "initialize", "execute")}
+    capsules = {stage: jax.ffi.pycapsule(symbol) for stage, symbol in stages.items()}
+    jax.ffi.register_ffi_target(f"test_{call}", capsules, platform="cpu")
+
+
 @pytest.fixture(scope="module")
 def forward(library):
-    stages = {stage: getattr(library, f"jgg_forward_{stage}") for stage in ("instantiate", "initialize", "execute")}
-    capsules = {stage: jax.ffi.pycapsule(symbol) for stage, symbol in stages.items()}
-    jax.ffi.register_ffi_target("test_forward", capsules, platform="cpu")
+    register(library, "forward")
 
     def call(**changes):
         attributes = {
@@ -192,6 +201,7 @@ def forward(library):
             "sm100": "sm100_dense_bk_bf16_plain",
             "weights": "dense",
             "b_major": "k",
+            "has_experts": False,
             "has_alpha": False,
             "has_prob": False,
             "has_bias": False,
@@ -199,6 +209,7 @@ def forward(library):
             "dynamic": False,
             "overlap_margin": np.int64(0),
             "n": np.int64(32),
+            "l": np.int64(1),
             "build_id": "fake-build",
             **changes,
         }
@@ -216,6 +227,7 @@ def forward(library):
         ({"sm90": "sm90_gone"}, "no forward kernel 'sm90_gone' for sm_90: the program was lowered for another build"),
         ({"weights": "sparse"}, "weights must be 'dense', 'pointers' or 'tuple'; got 'sparse'"),
         ({"n": np.int32(32)}, "Wrong scalar data type"),
+        ({"l": np.int32(1)}, "Wrong scalar data type"),
         ({"overlap_margin": np.int32(0)}, "Wrong scalar data type"),
         ({"has_c": np.int64(0)}, "Wrong scalar data type"),
         ({"sm90": "", "sm100": ""}, "sm90 or sm100 must name a forward kernel; got neither"),
@@ -227,9 +239,55 @@ def test_instantiate_refuses(forward, changes, message):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"sm100": ""}, {"sm90": ""}, {"has_bias": True, "has_c": True, "dynamic": True}]
+    "changes",
+    [{}, {"sm100": ""}, {"sm90": ""}, {"has_experts": True, "has_bias": True, "has_c": True, "dynamic": True}],
 )
 def test_instantiate_decodes_what_jax_passes(forward, changes):
     """Attributes pass instantiate; the CPU then has no stream to launch on."""
     with on_cpu(), pytest.raises(Exception, match="stream"):
         forward(**changes)
+
+
+@pytest.fixture(scope="module")
+def wgrad(library):
+    register(library, "wgrad")
+
+    def call(**changes):
+        attributes = {
+            "sm90": "sm90_wgrad_bf16",
+            "sm100": "sm100_wgrad_bf16",
+            "has_experts": False,
+            "has_alpha": False,
+            "accumulate": False,
+            "dynamic": False,
+            "overlap_margin": np.int64(0),
+            "build_id": "fake-build",
+            **changes,
+        }
+        operands = jnp.ones((8, 32), jnp.bfloat16), jnp.ones((8, 16), jnp.bfloat16), jnp.array([8], jnp.int32)
+        target = jax.ffi.ffi_call("test_wgrad", jax.ShapeDtypeStruct((1, 32, 16), jnp.bfloat16))
+        return jax.block_until_ready(jax.jit(lambda *xs: target(*xs, **attributes))(*operands))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"build_id": "another"}, "the program was lowered for build another, this library is build fake-build"),
+        ({"sm90": "sm90_dense_bk_bf16_plain"}, "no wgrad kernel 'sm90_dense_bk_bf16_plain' for sm_90"),
+        ({"accumulate": np.int64(0)}, "Wrong scalar data type"),
+        ({"sm90": "", "sm100": ""}, "sm90 or sm100 must name a wgrad kernel; got neither"),
+    ],
+)
+def test_instantiate_of_wgrad_refuses(wgrad, changes, message):
+    with on_cpu(), pytest.raises(Exception, match=message):
+        wgrad(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"sm100": ""}, {"has_experts": True, "has_alpha": True, "accumulate": True, "dynamic": True}]
+)
+def test_instantiate_of_wgrad_decodes_what_jax_passes(wgrad, changes):
+    with on_cpu(), pytest.raises(Exception, match="stream"):
+        wgrad(**changes)

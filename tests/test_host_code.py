@@ -77,6 +77,7 @@ def calls():
                     "c_dtype": either if variant.c_dtype == "16bit" else variant.c_dtype,
                     "bias_dtype": config.D_DTYPES[len(size) % 3] if bias else None,
                     **dict(zip("mnkl", extents, strict=True)),
+                    "groups": extents[-1],
                     "dynamic": dynamic,
                     "overlap_margin": 5 if size == "many experts" else 0,
                     "a": A,

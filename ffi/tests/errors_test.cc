@@ -129,7 +129,7 @@ TEST(KernelsOfOneArchitecture) {
         "leave both out, or name a tile of sm_90"}},
   };
   for (const Case& c : cases) {
-    const ForwardKernels kernels = FindForwardKernels(c.sm90, c.sm100);
+    const CallKernels kernels = FindKernels(FORWARD, c.sm90, c.sm100);
     LoadForward(kernels, Weights::kDense, c.at_home);
     LaunchForward(kernels, DenseProblem(64, 64, 64, 2), c.at_home);
     const std::string load =
@@ -152,65 +152,73 @@ TEST(KernelsOfOneArchitecture) {
 
 TEST(Operands) {
   struct Case {
-    std::function<void(Problem&)> spoil;
+    std::function<void(ForwardProblem&)> spoil;
     std::vector<const char*> parts;
   };
   const int64_t limit = std::numeric_limits<int32_t>::max() - 1024;
   const std::vector<Case> cases = {
-      {[](Problem& p) { p.a = 0; }, {"a must be a device address; got null"}},
-      {[](Problem& p) { p.a += 8; }, {"a must be aligned to 16 bytes", "0x7f0000000108"}},
-      {[](Problem& p) { p.b += 2; }, {"b must be aligned to 16 bytes"}},
-      {[](Problem& p) { p.b = 0; }, {"b must be a device address"}},
-      {[](Problem& p) { p.d += 8; }, {"d must be aligned to 16 bytes"}},
-      {[](Problem& p) { p.d = 0; }, {"d must be a device address"}},
-      {[](Problem& p) { p.offsets = 0; }, {"offsets must be a device address"}},
-      {[](Problem& p) { p.offsets += 2; }, {"offsets must be aligned to 4 bytes"}},
-      {[](Problem& p) { p.alpha = 2; }, {"alpha must be aligned to 4 bytes"}},
-      {[](Problem& p) { p.prob = 2; }, {"prob must be aligned to 4 bytes"}},
-      {[](Problem& p) { p.k = 12; }, {"k must be a multiple of 8", "got 12", "pad", "16"}},
-      {[](Problem& p) { p.n = 60; }, {"n must be a multiple of 8", "got 60", "pad", "64"}},
-      {[](Problem& p) { p.k = 0; }, {"k must be between 1 and 2147482623; got 0"}},
-      {[](Problem& p) { p.l = 0; }, {"l must be between 1 and"}},
-      {[](Problem& p) { p.m = -1; }, {"m must be between 1 and", "got -1"}},
-      {[=](Problem& p) { p.m = limit + 1; }, {"m must be between 1 and", "2147482624", "split"}},
-      {[](Problem& p) { p.n = p.k = int64_t{1} << 20; },
+      {[](ForwardProblem& p) { p.a = 0; }, {"a must be a device address; got null"}},
+      {[](ForwardProblem& p) { p.a += 8; }, {"a must be aligned to 16 bytes", "0x7f0000000108"}},
+      {[](ForwardProblem& p) { p.b += 2; }, {"b must be aligned to 16 bytes"}},
+      {[](ForwardProblem& p) { p.b = 0; }, {"b must be a device address"}},
+      {[](ForwardProblem& p) { p.d += 8; }, {"d must be aligned to 16 bytes"}},
+      {[](ForwardProblem& p) { p.d = 0; }, {"d must be a device address"}},
+      {[](ForwardProblem& p) { p.offsets = 0; }, {"offsets must be a device address"}},
+      {[](ForwardProblem& p) { p.offsets += 2; }, {"offsets must be aligned to 4 bytes"}},
+      {[](ForwardProblem& p) { p.alpha = 2; }, {"alpha must be aligned to 4 bytes"}},
+      {[](ForwardProblem& p) { p.prob = 2; }, {"prob must be aligned to 4 bytes"}},
+      {[](ForwardProblem& p) { p.k = 12; }, {"k must be a multiple of 8", "got 12", "pad", "16"}},
+      {[](ForwardProblem& p) { p.n = 60; }, {"n must be a multiple of 8", "got 60", "pad", "64"}},
+      {[](ForwardProblem& p) { p.k = 0; }, {"k must be between 1 and 2147482623; got 0"}},
+      {[](ForwardProblem& p) { p.l = 0; }, {"l must be between 1 and"}},
+      {[](ForwardProblem& p) { p.groups = 0, p.experts = kExperts; },
+       {"groups must be between 1 and 2147482623; got 0"}},
+      {[=](ForwardProblem& p) { p.groups = limit + 1, p.experts = kExperts; },
+       {"groups must be between 1 and", "2147482624"}},
+      {[](ForwardProblem& p) { p.groups = 3; },
+       {"groups must be l = 2 where experts is null; got 3", "pass the experts of the groups"}},
+      {[](ForwardProblem& p) { p.experts = 2; }, {"experts must be aligned to 4 bytes"}},
+      {[](ForwardProblem& p) { p.m = -1; }, {"m must be between 1 and", "got -1"}},
+      {[=](ForwardProblem& p) { p.m = limit + 1; },
+       {"m must be between 1 and", "2147482624", "split"}},
+      {[](ForwardProblem& p) { p.n = p.k = int64_t{1} << 20; },
        {"b: the copy engine needs strides", "split"}},
-      {[](Problem& p) { p.b_major = N_MAJOR; }, {"does not read b in this b_major"}},
-      {[](Problem& p) { p.d_element = F32; }, {"does not write d in this dtype"}},
-      {[](Problem& p) { p.alpha = kAlpha; }, {"does not scale by alpha"}},
-      {[](Problem& p) { p.prob = kProb; }, {"does not scale by prob"}},
-      {[](Problem& p) {
+      {[](ForwardProblem& p) { p.b_major = N_MAJOR; }, {"does not read b in this b_major"}},
+      {[](ForwardProblem& p) { p.d_element = F32; }, {"does not write d in this dtype"}},
+      {[](ForwardProblem& p) { p.alpha = kAlpha; }, {"does not scale by alpha"}},
+      {[](ForwardProblem& p) { p.prob = kProb; }, {"does not scale by prob"}},
+      {[](ForwardProblem& p) {
          p.weights = Weights::kPointers;
          p.scratch = kScratch;
        },
        {"does not take weights in this form"}},
-      {[](Problem& p) { p = WithBias(p, F32); }, {"does not add bias"}},
-      {[](Problem& p) { p = WithC(p, BF16, BF16); }, {"does not write c;"}},
-      {[](Problem& p) { p.bias = kBias; },
+      {[](ForwardProblem& p) { p = WithBias(p, F32); }, {"does not add bias"}},
+      {[](ForwardProblem& p) { p = WithC(p, BF16, BF16); }, {"does not write c;"}},
+      {[](ForwardProblem& p) { p.bias = kBias; },
        {"bias must be null where bias_dtype is missing; got address 0x7f6000000004", "pass both"}},
-      {[](Problem& p) { p.c = kC; },
+      {[](ForwardProblem& p) { p.c = kC; },
        {"c must be null where c_dtype is missing; got address 0x7f9000000100", "pass both"}},
-      {[](Problem& p) { p.dynamic = true; }, {"scratch must be a device address; got null"}},
-      {[](Problem& p) {
+      {[](ForwardProblem& p) { p.dynamic = true; }, {"scratch must be a device address; got null"}},
+      {[](ForwardProblem& p) {
          p.dynamic = true;
          p.scratch = kScratch + 64;
        },
        {"scratch must be aligned to 128 bytes"}},
-      {[](Problem& p) { p.overlap_margin = -1; },
+      {[](ForwardProblem& p) { p.overlap_margin = -1; },
        {"overlap_margin must be between 0 and 118 SMs", "60 clusters of 2 CTAs", "got -1",
         "device 0 (Fake GPU", "pass 0 to use every SM"}},
-      {[](Problem& p) { p.overlap_margin = 119; },
+      {[](ForwardProblem& p) { p.overlap_margin = 119; },
        {"overlap_margin must be between 0 and 118 SMs", "got 119"}},
-      {[](Problem& p) { p.overlap_margin = std::numeric_limits<int64_t>::max(); },
+      {[](ForwardProblem& p) { p.overlap_margin = std::numeric_limits<int64_t>::max(); },
        {"overlap_margin must be between 0 and 118 SMs", "got 9223372036854775807"}},
-      {[](Problem& p) { p.overlap_margin = std::numeric_limits<int64_t>::min(); },
+      {[](ForwardProblem& p) { p.overlap_margin = std::numeric_limits<int64_t>::min(); },
        {"overlap_margin must be between 0 and 118 SMs", "got -9223372036854775808"}},
   };
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
   LoadForward(DenseKernels(), Weights::kDense, stream);
   for (const Case& c : cases) {
-    Problem p = DenseProblem(64, 64, 64, 2);
+    ForwardProblem p = DenseProblem(64, 64, 64, 2);
     c.spoil(p);
     const std::string error = check::Thrown([&] { LaunchForward(DenseKernels(), p, stream); });
     for (const char* part : c.parts) CHECK_CONTAINS(error, part);
@@ -222,61 +230,67 @@ TEST(Operands) {
 
 TEST(BiasAndCOperands) {
   struct Case {
-    std::function<void(Problem&)> spoil;
+    std::function<void(ForwardProblem&)> spoil;
     const char* part;
   };
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
-  auto check_all = [&](const ForwardKernels& kernels, const Problem& good,
+  auto check_all = [&](const CallKernels& kernels, const ForwardProblem& good,
                        const std::vector<Case>& cases) {
     LoadForward(kernels, good.weights, stream);
     LaunchForward(kernels, good, stream);
     fake.launched.clear();
     for (const Case& c : cases) {
-      Problem p = good;
+      ForwardProblem p = good;
       c.spoil(p);
       CHECK_CONTAINS(check::Thrown([&] { LaunchForward(kernels, p, stream); }), c.part);
       CHECK_EQ(ContextDepth(), 0u);
     }
     CHECK_EQ(fake.launched.size(), 0u);
   };
-  check_all(
-      BiasKernels(), WithBias(DenseProblem(64, 64, 64, 2), F32),
-      {{[](Problem& p) { p.bias = 0; }, "bias must be a device address; got null"},
-       {[](Problem& p) { p.bias += 2; }, "bias must be aligned to 4 bytes"},
-       {[](Problem& p) { p.bias += 1, p.bias_element = BF16; }, "bias must be aligned to 2 bytes"},
-       {[](Problem& p) { p.bias += 1, p.bias_element = F16; }, "bias must be aligned to 2 bytes"},
-       {[](Problem& p) { p.bias = 0, p.bias_element = NONE; },
-        "kernel sm90_dense_bk_bf16_bias does not leave bias out; name the kernel"},
-       {[](Problem& p) { p = WithC(p, BF16, F32); }, "does not write c;"}});
+  check_all(BiasKernels(), WithBias(DenseProblem(64, 64, 64, 2), F32),
+            {{[](ForwardProblem& p) { p.bias = 0; }, "bias must be a device address; got null"},
+             {[](ForwardProblem& p) { p.bias += 2; }, "bias must be aligned to 4 bytes"},
+             {[](ForwardProblem& p) { p.bias += 1, p.bias_element = BF16; },
+              "bias must be aligned to 2 bytes"},
+             {[](ForwardProblem& p) { p.bias += 1, p.bias_element = F16; },
+              "bias must be aligned to 2 bytes"},
+             {[](ForwardProblem& p) { p.bias = 0, p.bias_element = NONE; },
+              "kernel sm90_dense_bk_bf16_bias does not leave bias out; name the kernel"},
+             {[](ForwardProblem& p) { p = WithC(p, BF16, F32); }, "does not write c;"}});
   check_all(DenseCKernels(), WithC(DenseProblem(64, 64, 64, 2), F32, F16),
-            {{[](Problem& p) { p.c = 0; }, "c must be a device address; got null"},
-             {[](Problem& p) { p.c += 8; }, "c must be aligned to 16 bytes"},
-             {[](Problem& p) { p.c = 0, p.c_element = NONE; }, "does not leave c out"},
-             {[](Problem& p) { p.c_element = F32; }, "does not write c in this dtype"},
-             {[](Problem& p) { p.d_element = BF16; }, "does not write d in this dtype"}});
+            {{[](ForwardProblem& p) { p.c = 0; }, "c must be a device address; got null"},
+             {[](ForwardProblem& p) { p.c += 8; }, "c must be aligned to 16 bytes"},
+             {[](ForwardProblem& p) { p.c = 0, p.c_element = NONE; }, "does not leave c out"},
+             {[](ForwardProblem& p) { p.c_element = F32; }, "does not write c in this dtype"},
+             {[](ForwardProblem& p) { p.d_element = BF16; }, "does not write d in this dtype"}});
   check_all(PointerCKernels(), WithC(PointerProblem(64, 64, 64, 2), BF16, F32),
-            {{[](Problem& p) { p.c_element = BF16; }, "does not write c in this dtype"},
-             {[](Problem& p) { p.d_element = F32; }, "does not write d in this dtype"}});
+            {{[](ForwardProblem& p) { p.c_element = BF16; }, "does not write c in this dtype"},
+             {[](ForwardProblem& p) { p.d_element = F32; }, "does not write d in this dtype"}});
 
-  // No kernel of the table is without a counter.
-  Kernel fixed = *FindKernel("sm90_dense_bk_bf16_plain");
-  for (FieldSlot& slot : fixed.fields) {
-    if (slot.field == PTR_COUNTER) slot.field = PTR_ALPHA;
-  }
-  const std::string error = check::Thrown(
-      [&] { LaunchForward({&fixed, nullptr}, Dynamic(DenseProblem(64, 64, 64, 2)), stream); });
-  CHECK_CONTAINS(error, "sm90_dense_bk_bf16_plain does not schedule its tiles dynamically");
+  // No kernel of the table is without a counter, or without experts.
+  auto error_without = [&](Field field, const ForwardProblem& p) {
+    Kernel kernel = *FindKernel("sm90_dense_bk_bf16_plain");
+    for (FieldSlot& slot : kernel.fields) {
+      if (slot.field == field) slot.field = PTR_ALPHA;
+    }
+    return check::Thrown([&] { LaunchForward({&kernel, nullptr}, p, stream); });
+  };
+  const ForwardProblem p = DenseProblem(64, 64, 64, 2);
+  CHECK_CONTAINS(error_without(PTR_COUNTER, Dynamic(p)),
+                 "sm90_dense_bk_bf16_plain does not schedule its tiles dynamically");
+  CHECK_CONTAINS(error_without(PTR_EXPERTS, Mapped(p, 3)),
+                 "sm90_dense_bk_bf16_plain does not map groups to experts");
 }
 
 TEST(PointerOperands) {
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
   LoadForward(PointerKernels(), Weights::kPointers, stream);
-  auto error = [&](const Problem& p) {
+  auto error = [&](const ForwardProblem& p) {
     return check::Thrown([&] { LaunchForward(PointerKernels(), p, stream); });
   };
-  Problem p = PointerProblem(64, 64, 64, 2);
+  ForwardProblem p = PointerProblem(64, 64, 64, 2);
   p.scratch += 64;
   CHECK_CONTAINS(error(p), "scratch must be aligned to 128 bytes");
   p = PointerProblem(64, 64, 64, 2);
@@ -291,16 +305,17 @@ TEST(PointerOperands) {
 }
 
 TEST(UnknownKernels) {
-  CHECK_CONTAINS(check::Thrown([] { FindForwardKernels("sm90_nothing", "sm100_nothing"); }),
+  CHECK_CONTAINS(check::Thrown([] { FindKernels(FORWARD, "sm90_nothing", "sm100_nothing"); }),
                  "no forward kernel 'sm90_nothing' for sm_90");
   CHECK_CONTAINS(check::Thrown([] {
-                   FindForwardKernels("sm90_dense_bk_bf16_plain", "sm90_dense_bk_bf16_plain");
+                   FindKernels(FORWARD, "sm90_dense_bk_bf16_plain", "sm90_dense_bk_bf16_plain");
                  }),
                  "for sm_100");
-  CHECK_CONTAINS(
-      check::Thrown([] { FindForwardKernels("sm90_maps_by_value", "sm100_dense_bk_bf16_plain"); }),
-      "no forward kernel 'sm90_maps_by_value'");
-  CHECK_CONTAINS(check::Thrown([] { FindForwardKernels("", ""); }),
+  CHECK_CONTAINS(check::Thrown([] {
+                   FindKernels(FORWARD, "sm90_maps_by_value", "sm100_dense_bk_bf16_plain");
+                 }),
+                 "no forward kernel 'sm90_maps_by_value'");
+  CHECK_CONTAINS(check::Thrown([] { FindKernels(FORWARD, "", ""); }),
                  "sm90 or sm100 must name a forward kernel; got neither");
 }
 
@@ -319,7 +334,7 @@ jgg_call CCall(CUstream stream) {
   call.b_major = "k";
   call.d_dtype = "bfloat16";
   call.m = call.n = call.k = 64;
-  call.l = 2;
+  call.l = call.groups = 2;
   call.a = kA;
   call.offsets = kOffsets;
   call.b = kB;
@@ -358,6 +373,9 @@ TEST(CEntry) {
     CHECK_CONTAINS(jgg_forward(&call), "dynamic must be 0 or 1; got " + std::to_string(dynamic));
   }
   call = CCall(stream);
+  call.groups = 3;
+  CHECK_CONTAINS(jgg_forward(&call), "groups must be l = 2 where experts is null; got 3");
+  call = CCall(stream);
   call.overlap_margin = 119;
   CHECK_CONTAINS(jgg_forward(&call), "overlap_margin must be between 0 and 118");
   call = CCall(stream);
@@ -380,6 +398,8 @@ TEST(CEntryWithEveryOperand) {
   call.dynamic = 1;
   call.overlap_margin = 100;
   call.m = 100'000;
+  call.groups = 5;
+  call.experts = kExperts;
   call.alpha = kAlpha;
   call.prob = kProb;
   call.bias = kBias;
@@ -388,6 +408,10 @@ TEST(CEntryWithEveryOperand) {
   CHECK(jgg_forward(&call) == nullptr);
   const Launched& launch = fake.launched.at(1);
   CHECK_EQ(launch.grid, 20u);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_OFFSETS), kOffsets);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_EXPERTS), kExperts);
+  CHECK_EQ(launch.Value<int32_t>(DIM_L), 2);
+  CHECK_EQ(launch.Value<int32_t>(DIM_GROUPS), 5);
   CHECK_EQ(launch.Value<uint64_t>(PTR_ALPHA), kAlpha);
   CHECK_EQ(launch.Value<uint64_t>(PTR_PROB), kProb);
   CHECK_EQ(launch.Value<uint64_t>(PTR_BIAS), kBias);

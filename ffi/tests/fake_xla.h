@@ -16,6 +16,13 @@
 
 namespace jgg {
 
+constexpr auto kInstantiate = XLA_FFI_ExecutionStage_INSTANTIATE;
+constexpr auto kInitialize = XLA_FFI_ExecutionStage_INITIALIZE;
+constexpr auto kExecute = XLA_FFI_ExecutionStage_EXECUTE;
+constexpr auto kBf16 = XLA_FFI_DataType_BF16, kF16 = XLA_FFI_DataType_F16;
+constexpr auto kF32 = XLA_FFI_DataType_F32, kS32 = XLA_FFI_DataType_S32;
+constexpr auto kS64 = XLA_FFI_DataType_S64, kU8 = XLA_FFI_DataType_U8;
+
 struct FakeBuffer {
   XLA_FFI_DataType dtype;
   std::vector<int64_t> dims;

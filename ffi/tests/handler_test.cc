@@ -9,18 +9,12 @@
 namespace jgg {
 namespace {
 
-constexpr auto kInstantiate = XLA_FFI_ExecutionStage_INSTANTIATE;
-constexpr auto kInitialize = XLA_FFI_ExecutionStage_INITIALIZE;
-constexpr auto kExecute = XLA_FFI_ExecutionStage_EXECUTE;
-constexpr auto kBf16 = XLA_FFI_DataType_BF16, kF16 = XLA_FFI_DataType_F16;
-constexpr auto kF32 = XLA_FFI_DataType_F32, kS32 = XLA_FFI_DataType_S32;
-constexpr auto kS64 = XLA_FFI_DataType_S64, kU8 = XLA_FFI_DataType_U8;
-
 std::map<std::string, FakeAttribute> Attributes(const char* kernels, const char* weights) {
   return {{"sm90", std::string("sm90_") + kernels},
           {"sm100", std::string("sm100_") + kernels},
           {"weights", std::string(weights)},
           {"b_major", std::string("k")},
+          {"has_experts", false},
           {"has_alpha", false},
           {"has_prob", false},
           {"has_bias", false},
@@ -28,6 +22,7 @@ std::map<std::string, FakeAttribute> Attributes(const char* kernels, const char*
           {"dynamic", false},
           {"overlap_margin", int64_t{0}},
           {"n", int64_t{512}},
+          {"l", int64_t{3}},
           {"build_id", std::string("fake-build")}};
 }
 
@@ -96,9 +91,38 @@ TEST(ADenseCallThroughItsStages) {
   CHECK_EQ(launch.Value<int32_t>(DIM_N), 512);
   CHECK_EQ(launch.Value<int32_t>(DIM_K), 256);
   CHECK_EQ(launch.Value<int32_t>(DIM_L), 3);
+  CHECK_EQ(launch.Value<int32_t>(DIM_GROUPS), 3);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_EXPERTS), 0u);
   CHECK_EQ(launch.Value<uint64_t>(PTR_OFFSETS), kOffsets);
   CHECK_EQ(fake.MapIn(launch, MAP_A).address, kA);
   CHECK_EQ(fake.MapIn(launch, MAP_B).address, kB);
+}
+
+// FullCall with L = 3 weights for G = 5 groups.
+FakeCall MappedCall(CUstream stream) {
+  FakeCall call = FullCall(stream);
+  call.attributes["has_experts"] = true;
+  call.args[1].dims = {5};
+  call.args[2].dims = {5};
+  call.args[4].dims = {5, 512};
+  call.args.insert(call.args.begin() + 2, {kS32, {5}, kExperts});
+  return call;
+}
+
+TEST(GroupsMappedToExperts) {
+  FakeDriver fake;
+  const FakeCall call = MappedCall(fake.AddDevice(9, 0));
+  CHECK_EQ(Call(jgg_forward_instantiate, kInstantiate, call), "");
+  CHECK_EQ(Initialize(call), "");
+  CHECK_EQ(Call(jgg_forward_execute, kExecute, call), "");
+  CHECK_EQ(fake.launched.at(0).Value<int32_t>(COUNT), 3);
+  const Launched& launch = fake.launched.at(1);
+  CHECK_EQ(launch.Value<int32_t>(DIM_L), 3);
+  CHECK_EQ(launch.Value<int32_t>(DIM_GROUPS), 5);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_OFFSETS), kOffsets);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_EXPERTS), kExperts);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_ALPHA), kAlpha);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_BIAS), kBias);
 }
 
 TEST(ExecuteUnderCapture) {
@@ -284,6 +308,10 @@ TEST(WrongOperands) {
       {[](FakeCall& c) { c.args[0].dims = {1000}; }, "a must be BF16 (M, K); got BF16 (1000)"},
       {[](FakeCall& c) { c.args[1].dtype = kS64; }, "offsets must be S32 (L,) = (3); got S64 (3)"},
       {[](FakeCall& c) { c.args[1].dims = {1, 3}; }, "offsets must be S32 (L,); got S32 (1, 3)"},
+      {[](FakeCall& c) { c.args[1].dims = {4}; }, "offsets must be S32 (L,) = (3); got S32 (4)"},
+      {[](FakeCall& c) { c.attributes["l"] = int64_t{4}; }, "offsets must be S32 (L,) = (4)"},
+      {[](FakeCall& c) { c.attributes["l"] = int64_t{-1}; }, "offsets must be S32 (L,) = (-1)"},
+      {[](FakeCall& c) { c.attributes["has_experts"] = true; }, "must have 4 operands"},
       {[](FakeCall& c) { c.args[2].dims = {3, 512, 128}; },
        "b must be BF16 (L, N, K) = (3, 512, 256); got BF16 (3, 512, 128)"},
       {[](FakeCall& c) { c.args[2].dtype = kF16; }, "got F16 (3, 512, 256)"},
@@ -343,6 +371,24 @@ TEST(WrongOperands) {
   };
   for (const Case& c : full) {
     FakeCall call = FullCall(stream);
+    c.spoil(call);
+    CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, call), c.part);
+  }
+  const std::vector<Case> mapped = {
+      {[](FakeCall& c) { c.args[1].dims = {1, 5}; }, "offsets must be S32 (G,); got S32 (1, 5)"},
+      {[](FakeCall& c) { c.args[1].dtype = kS64; }, "offsets must be S32 (G,) = (5); got S64 (5)"},
+      {[](FakeCall& c) { c.args[2].dims = {3}; },
+       "3: jax_grouped_gemm: experts must be S32 (G,) = (5); got S32 (3)"},
+      {[](FakeCall& c) { c.args[2].dtype = kF32; }, "experts must be S32 (G,) = (5); got F32 (5)"},
+      {[](FakeCall& c) { c.args[3].dims = {3}; }, "alpha must be F32 (G,) = (5); got F32 (3)"},
+      {[](FakeCall& c) { c.args[5].dims = {3, 512}; },
+       "bias must be BF16 (G, N) = (5, 512); got BF16 (3, 512)"},
+      {[](FakeCall& c) { c.attributes["l"] = int64_t{5}; }, "must have 11 operands"},
+      {[](FakeCall& c) { c.attributes["l"] = int64_t{-1}; }, "operands for its attributes; got 9"},
+      {[](FakeCall& c) { c.attributes["has_experts"] = false; }, "must have 8 operands"},
+  };
+  for (const Case& c : mapped) {
+    FakeCall call = MappedCall(stream);
     c.spoil(call);
     CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, call), c.part);
   }

@@ -7,6 +7,8 @@
 #include <tuple>
 
 #include "check.h"
+#include "check_map.h"
+#include "error.h"
 #include "fake_driver.h"
 #include "problems.h"
 
@@ -14,32 +16,15 @@ namespace jgg {
 
 namespace {
 
-using U64 = std::vector<uint64_t>;
-using U32 = std::vector<uint32_t>;
-
-void Run(const ForwardKernels& kernels, const Problem& problem, CUstream stream) {
+void Run(const CallKernels& kernels, const ForwardProblem& problem, CUstream stream) {
   LoadForward(kernels, problem.weights, stream);
   LaunchForward(kernels, problem, stream);
-}
-
-void CheckMap(const EncodedMap& map, CUtensorMapDataType type, uint64_t address, const U64& dims,
-              const U64& strides, const U32& box, CUtensorMapSwizzle swizzle) {
-  CHECK_EQ(map.type, type);
-  CHECK_EQ(map.address, address);
-  CHECK_EQ(map.dims, dims);
-  CHECK_EQ(map.strides, strides);
-  CHECK_EQ(map.box, box);
-  CHECK_EQ(map.swizzle, swizzle);
-  CHECK_EQ(map.element_strides, U32(dims.size(), 1));
-  CHECK_EQ(map.interleave, CU_TENSOR_MAP_INTERLEAVE_NONE);
-  CHECK_EQ(map.l2_promotion, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
-  CHECK_EQ(map.fill, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 TEST(DenseKMajor) {
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
-  const Problem p = DenseProblem(1000, 512, 256, 8);
+  const ForwardProblem p = DenseProblem(1000, 512, 256, 8);
   Run(DenseKernels(), p, stream);
 
   CHECK_EQ(fake.launched.size(), 1u);
@@ -61,7 +46,9 @@ TEST(DenseKMajor) {
   CHECK_EQ(launch.Value<int32_t>(DIM_M), 1000);
   CHECK_EQ(launch.Value<int32_t>(DIM_N), 512);
   CHECK_EQ(launch.Value<int32_t>(DIM_K), 256);
+  CHECK_EQ(launch.Value<uint64_t>(PTR_EXPERTS), 0u);
   CHECK_EQ(launch.Value<int32_t>(DIM_L), 8);
+  CHECK_EQ(launch.Value<int32_t>(DIM_GROUPS), 8);
   CHECK_EQ(launch.Value<int32_t>(DIM_ONE), 1);
   CHECK_EQ(launch.Value<int32_t>(DIM_D_ROWS), 1064);
   // The rest of a map is packed too, not only its first bytes.
@@ -72,7 +59,7 @@ TEST(DenseKMajor) {
 TEST(DenseNMajorScaledF32) {
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
-  Problem p = DenseProblem(640, 384, 128, 4);
+  ForwardProblem p = DenseProblem(640, 384, 128, 4);
   p.b_major = N_MAJOR;
   p.d_element = F32;
   p.alpha = kAlpha;
@@ -93,10 +80,33 @@ TEST(DenseNMajorScaledF32) {
   CHECK_EQ(fake.launched.at(1).Value<uint64_t>(PTR_PROB), kProb);
 }
 
+TEST(GroupsMappedToExperts) {
+  FakeDriver fake;
+  const CUstream stream = fake.AddDevice(9, 0);
+  ForwardProblem p = Mapped(DenseProblem(1000, 512, 256, 8), 3);
+  Run(DenseKernels(), p, stream);
+  const Launched& few = fake.launched.at(0);
+  CHECK_EQ(few.Value<uint64_t>(PTR_EXPERTS), kExperts);
+  CHECK_EQ(few.Value<int32_t>(DIM_L), 8);
+  CHECK_EQ(few.Value<int32_t>(DIM_GROUPS), 3);
+  CHECK_EQ(few.grid, 32u);  // (ceil(1000 / 256) + 3 + 1) * ceil(512 / 256) = 16 clusters of 2
+  CHECK_EQ(fake.MapIn(few, MAP_B).dims, (U64{256, 512, 8}));
+  // Experts may have several groups.
+  p.groups = 20;
+  LaunchForward(DenseKernels(), p, stream);
+  CHECK_EQ(fake.launched.at(1).Value<int32_t>(DIM_GROUPS), 20);
+  CHECK_EQ(fake.launched.at(1).grid, 100u);
+  // Maps are the experts', not the groups'.
+  Run(PointerKernels(), Dynamic(Mapped(PointerProblem(512, 256, 128, 300), 5)), stream);
+  CHECK_EQ(fake.launched.at(2).Value<int32_t>(COUNT), 300);
+  CHECK_EQ(fake.launched.at(3).Value<uint64_t>(PTR_EXPERTS), kExperts);
+  CHECK_EQ(fake.launched.at(3).Value<uint64_t>(PTR_COUNTER), kScratch + 128 * 300);
+}
+
 TEST(Pointers) {
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
-  const Problem p = PointerProblem(512, 256, 128, 300);
+  const ForwardProblem p = PointerProblem(512, 256, 128, 300);
   Run(PointerKernels(), p, stream);
 
   CHECK_EQ(fake.launched.size(), 2u);
@@ -130,7 +140,7 @@ TEST(TupleInBatches) {
     fake.launched.clear();
     std::vector<Address> addresses(l);
     for (int64_t i = 0; i < l; ++i) addresses[i] = kB + 4096 * i;
-    Problem p = PointerProblem(512, 256, 128, l);
+    ForwardProblem p = PointerProblem(512, 256, 128, l);
     p.weights = Weights::kTuple;
     p.b = 0;
     p.weight_addresses = addresses.data();
@@ -250,7 +260,7 @@ TEST(SixteenBitDWithFloat32C) {
   const CUstream stream = fake.AddDevice(9, 0);
   for (Element element : {BF16, F16}) {
     fake.launched.clear();
-    const Problem p = WithC(PointerProblem(512, 256, 128, 3), element, F32);
+    const ForwardProblem p = WithC(PointerProblem(512, 256, 128, 3), element, F32);
     Run(PointerCKernels(), WithBias(p, F16), stream);
     const Launched& launch = fake.launched.at(1);
     CheckMap(fake.MapIn(launch, MAP_D),
@@ -280,7 +290,7 @@ void CheckCounter(const FakeDriver& fake, size_t memset, size_t launch, CUstream
 TEST(DynamicSchedule) {
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
-  const Problem dense = Dynamic(DenseProblem(1000, 512, 256, 8));
+  const ForwardProblem dense = Dynamic(DenseProblem(1000, 512, 256, 8));
   Run(DenseKernels(), dense, stream);
   CheckCounter(fake, 0, 0, stream, kScratch);
   CHECK_EQ(fake.launched.at(0).grid, 52u);
@@ -306,7 +316,7 @@ TEST(DynamicSchedule) {
 TEST(OverlapMargin) {
   FakeDriver fake;
   const CUstream hopper = fake.AddDevice(9, 0), blackwell = fake.AddDevice(10, 0);
-  Problem p = DenseProblem(100'000, 4096, 256, 8);
+  ForwardProblem p = DenseProblem(100'000, 4096, 256, 8);
   LoadForward(DenseKernels(), Weights::kDense, hopper);
   LoadForward(DenseKernels(), Weights::kDense, blackwell);
   // 60 clusters fit, of 2 CTAs or of 4: a margin takes as many clusters as it touches.
@@ -344,7 +354,7 @@ TEST(CaptureIsCounted) {
   FakeDriver fake;
   const CUstream stream = fake.AddDevice(9, 0);
   const CUstream other = fake.AddStream(stream);
-  const Problem p = DenseProblem(1000, 512, 256, 8);
+  const ForwardProblem p = DenseProblem(1000, 512, 256, 8);
   LoadForward(DenseKernels(), Weights::kDense, stream);
   fake.calls.clear();
   LaunchForward(DenseKernels(), p, stream);  // not counted: off
@@ -367,7 +377,7 @@ TEST(TableIsConsistent) {
   kernel.fields[3].size = 4;
   CHECK_CONTAINS(Inconsistency(kernel), "has 4 bytes, expected 8");
   kernel = *FindKernel("sm90_dense_bk_bf16_plain");
-  kernel.fields[3].offset = 420;
+  kernel.fields[3].offset = 432;
   CHECK_CONTAINS(Inconsistency(kernel), "lies outside the parameters");
   kernel = *FindKernel("sm90_dense_bk_bf16_plain");
   kernel.param_bytes = 408;
@@ -375,13 +385,16 @@ TEST(TableIsConsistent) {
   kernel = *FindKernel("sm90_dense_bk_bf16_plain");
   kernel.maps.pop_back();
   CHECK_CONTAINS(Inconsistency(kernel), "no map of rank 3 for field 2");
+  kernel = *FindKernel("sm90_dense_bk_bf16_plain");
+  kernel.tile.m = 0;
+  CHECK_CONTAINS(Inconsistency(kernel), "tile and cluster must be positive");
 }
 
 TEST(TableOfBiasAndCIsConsistent) {
   struct Case {
     const char* kernel;
     std::function<void(Kernel&)> spoil;
-    const char* part;
+    std::string part;
   };
   auto drop = [](Field field) {
     return [field](Kernel& k) {
@@ -393,23 +406,27 @@ TEST(TableOfBiasAndCIsConsistent) {
   const char* c16 = "sm90_dense_bk_f32_c_16bit";
   const char* d16 = "sm90_pointers_bk_16bit_c_f32";
   const std::vector<Case> cases = {
-      {bias, drop(TYPE_BIAS), "field 19 and PTR_BIAS must come together"},
-      {bias, drop(PTR_BIAS), "field 19 and PTR_BIAS must come together"},
+      {bias, drop(TYPE_BIAS), Text("field ", TYPE_BIAS, " and PTR_BIAS must come together")},
+      {bias, drop(PTR_BIAS), Text("field ", TYPE_BIAS, " and PTR_BIAS must come together")},
       {bias, [](Kernel& k) { k.c_element = F32; },
-       "field 3 and an element of C must come together"},
+       Text("field ", MAP_C, " and an element of C must come together")},
       {bias, [](Kernel& k) { k.d_element = k.maps[2].element = ANY16; },
-       "field 21 and a D of either 16-bit type must come together"},
-      {c16, drop(MAP_C), "field 3 and an element of C must come together"},
-      {c16, drop(TYPE_C), "field 20 and a C of either 16-bit type must come together"},
-      {c16, [](Kernel& k) { k.c_element = NONE; }, "field 3 and an element of C must"},
+       Text("field ", TYPE_D, " and a D of either 16-bit type must come together")},
+      {c16, drop(MAP_C), Text("field ", MAP_C, " and an element of C must come together")},
+      {c16, drop(TYPE_C),
+       Text("field ", TYPE_C, " and a C of either 16-bit type must come together")},
+      {c16, [](Kernel& k) { k.c_element = NONE; },
+       Text("field ", MAP_C, " and an element of C must")},
       {c16, [](Kernel& k) { k.c_element = k.maps[3].element = F32; },
-       "field 20 and a C of either 16-bit type"},
-      {c16, [](Kernel& k) { k.maps.pop_back(); }, "no map of rank 3 for field 3"},
+       Text("field ", TYPE_C, " and a C of either 16-bit type")},
+      {c16, [](Kernel& k) { k.maps.pop_back(); }, Text("no map of rank 3 for field ", MAP_C)},
       {c16, [](Kernel& k) { k.maps[3].element = F16; },
        "map for field 3 has element 2, expected 4"},
       {c16, [](Kernel& k) { k.maps[3].box[1] = 32; }, "boxes of C and D differ in rows"},
-      {d16, drop(TYPE_D), "field 21 and a D of either 16-bit type must come together"},
-      {d16, [](Kernel& k) { k.d_element = k.maps[2].element = F16; }, "field 21 and a D of either"},
+      {d16, drop(TYPE_D),
+       Text("field ", TYPE_D, " and a D of either 16-bit type must come together")},
+      {d16, [](Kernel& k) { k.d_element = k.maps[2].element = F16; },
+       Text("field ", TYPE_D, " and a D of either")},
       {d16, [](Kernel& k) { k.maps[2].element = F16; },
        "map for field 2 has element 2, expected 4"},
       {d16, [](Kernel& k) { k.maps[1].element = F16; },

@@ -83,7 +83,7 @@ TEST(ExecuteNeverLoads) {
   CHECK_CONTAINS(error, "kernel sm90_dense_bk_bf16_plain");
   CHECK_CONTAINS(error, "register the handler with all its stages");
   LoadForward(PointerKernels(), Weights::kPointers, stream);
-  Problem tuple = PointerProblem(64, 64, 64, 1);
+  ForwardProblem tuple = PointerProblem(64, 64, 64, 1);
   tuple.weights = Weights::kTuple;
   tuple.weight_addresses = &kB;
   CHECK_CONTAINS(check::Thrown([&] { LaunchForward(PointerKernels(), tuple, stream); }),
@@ -100,7 +100,7 @@ TEST(LayoutMismatch) {
     fake.second_param_shift = extra ? 0 : 8;
     const std::string error =
         check::Thrown([&] { LoadForward(DenseKernels(), Weights::kDense, stream); });
-    CHECK_CONTAINS(error, extra ? "more than the table's 7 parameters"
+    CHECK_CONTAINS(error, extra ? "more than the table's 8 parameters"
                                 : "parameter 1 is at offset 136 with 128 bytes in the cubin");
     CHECK_CONTAINS(error, "sm90_dense_bk_bf16_plain");
     CHECK_CONTAINS(error, "rebuild");

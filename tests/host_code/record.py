@@ -21,8 +21,8 @@ class Call(ctypes.Structure):
     _fields_ = (
         [("struct_size", c_int64)]
         + [(name, c_char_p) for name in ("sm90", "sm100", "weights", "b_major", "d_dtype", "c_dtype", "bias_dtype")]
-        + [(name, c_int64) for name in ("m", "n", "k", "l", "dynamic", "overlap_margin")]
-        + [(name, c_uint64) for name in ("a", "offsets", "alpha", "prob", "bias", "b")]
+        + [(name, c_int64) for name in ("m", "n", "k", "l", "groups", "dynamic", "overlap_margin")]
+        + [(name, c_uint64) for name in ("a", "offsets", "experts", "alpha", "prob", "bias", "b")]
         + [("weight_addresses", POINTER(c_uint64))]
         + [(name, c_uint64) for name in ("d", "c", "scratch", "stream")]
     )

@@ -104,3 +104,43 @@ jgg_cubin_sm100_maps_by_value:
     .globl jgg_cubin_sm100_maps_by_value_end
     .hidden jgg_cubin_sm100_maps_by_value_end
 jgg_cubin_sm100_maps_by_value_end:
+    .balign 64
+    .globl jgg_cubin_sm90_wgrad_bf16
+    .hidden jgg_cubin_sm90_wgrad_bf16
+jgg_cubin_sm90_wgrad_bf16:
+    .asciz "sm90_wgrad_bf16"
+    .globl jgg_cubin_sm90_wgrad_bf16_end
+    .hidden jgg_cubin_sm90_wgrad_bf16_end
+jgg_cubin_sm90_wgrad_bf16_end:
+    .balign 64
+    .globl jgg_cubin_sm90_wgrad_f32
+    .hidden jgg_cubin_sm90_wgrad_f32
+jgg_cubin_sm90_wgrad_f32:
+    .asciz "sm90_wgrad_f32"
+    .globl jgg_cubin_sm90_wgrad_f32_end
+    .hidden jgg_cubin_sm90_wgrad_f32_end
+jgg_cubin_sm90_wgrad_f32_end:
+    .balign 64
+    .globl jgg_cubin_sm90_wgrad_f32_accumulate
+    .hidden jgg_cubin_sm90_wgrad_f32_accumulate
+jgg_cubin_sm90_wgrad_f32_accumulate:
+    .asciz "sm90_wgrad_f32_accumulate"
+    .globl jgg_cubin_sm90_wgrad_f32_accumulate_end
+    .hidden jgg_cubin_sm90_wgrad_f32_accumulate_end
+jgg_cubin_sm90_wgrad_f32_accumulate_end:
+    .balign 64
+    .globl jgg_cubin_sm100_wgrad_bf16
+    .hidden jgg_cubin_sm100_wgrad_bf16
+jgg_cubin_sm100_wgrad_bf16:
+    .asciz "sm100_wgrad_bf16"
+    .globl jgg_cubin_sm100_wgrad_bf16_end
+    .hidden jgg_cubin_sm100_wgrad_bf16_end
+jgg_cubin_sm100_wgrad_bf16_end:
+    .balign 64
+    .globl jgg_cubin_sm100_wgrad_f32_accumulate
+    .hidden jgg_cubin_sm100_wgrad_f32_accumulate
+jgg_cubin_sm100_wgrad_f32_accumulate:
+    .asciz "sm100_wgrad_f32_accumulate"
+    .globl jgg_cubin_sm100_wgrad_f32_accumulate_end
+    .hidden jgg_cubin_sm100_wgrad_f32_accumulate_end
+jgg_cubin_sm100_wgrad_f32_accumulate_end:
