@@ -1,6 +1,6 @@
 """Mixture-of-experts grouped GEMM for JAX on NVIDIA GPUs, with kernels compiled ahead of time."""
 
-from jax_grouped_gemm.api import grouped_gemm
+from jax_grouped_gemm.api import grouped_gemm, grouped_gemm_wgrad
 from jax_grouped_gemm.compat import (
     GroupedGemm,
     GroupedGemmSm100,
@@ -19,6 +19,7 @@ __all__ = [
     "__version__",
     "grouped_gemm",
     "grouped_gemm_jax_sm100",
+    "grouped_gemm_wgrad",
     "grouped_gemm_wrapper",
     "grouped_gemm_wrapper_sm100",
 ]

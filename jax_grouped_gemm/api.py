@@ -1,10 +1,8 @@
-"""The public entry: canonical operands in, one primitive out."""
+"""The public functions: canonical operands in, one primitive out."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from jax_grouped_gemm import arguments, autodiff, batching, contract, ffi_call, wgrad_call
 
-from jax_grouped_gemm import contract, debug, ffi_call, reference
+RULES = autodiff, batching  # they register what JAX does with the primitives
 
 
 def grouped_gemm(
@@ -86,8 +84,17 @@ def grouped_gemm(
         waited for, with the text of the ValueError. For finding mistakes: the check waits for the values, and the
         program cannot be exported or lowered for another platform. Unset, or 0, it costs nothing.
       RuntimeError: this machine cannot run the implementation asked for; the message says why.
-      NotImplementedError: differentiation, vmap, and operands on a mesh with explicit axes or in a shard_map that
-        checks varying axes.
+      NotImplementedError: operands on a mesh with explicit axes or in a shard_map that checks varying axes.
+
+    Differentiable, in both modes and to any order, with respect to `a`, `b`, `alpha`, `prob` and `bias`; weights behind
+    `b_ptrs` are constants. Gradients are made by the same kernels, and only those that are asked for, from operands
+    alone: of `a` by one product, which those of `alpha` and (without bias) `prob` share, and of `b` by
+    `grouped_gemm_wgrad`. The cotangents of D and C are rounded to bfloat16 for them, combined first if both are used.
+    Where rows are zero, whatever their operands hold, so are the gradients. Kernels of the backward pass have the
+    `implementation`, `use_dynamic_sched` and `overlap_margin` of this call, and tiles that the package chooses.
+
+    Under `jax.vmap` a batch of `a` is one call with more groups, which share weights that are not batched; where `a` is
+    not batched, or the arrays of a tuple are, or the extents of the whole pass the limits, it is a loop.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -99,16 +106,20 @@ def grouped_gemm(
       [16 16 16 16 16 0]
     """
     contract.exactly_one(b=b, b_ptrs=b_ptrs)
-    contract.exactly_one(offsets=offsets, group_sizes=group_sizes)
-    weights, b = _weights(b, b_ptrs)
-    a = _array("a", a)
-    by_size = offsets is None
-    groups = _groups(group_sizes if by_size else offsets)
+    weights, b = arguments.weights(b, b_ptrs)
+    groups = arguments.Groups(offsets, group_sizes)
+    optional = arguments.optional
     operands = contract.Operands(
-        a, _int32(groups), None, _optional("alpha", alpha), _optional("prob", prob), _optional("bias", bias), b
+        arguments.array("a", a),
+        groups.operand,
+        None,
+        optional("alpha", alpha),
+        optional("prob", prob),
+        optional("bias", bias),
+        b,
     )
     options = contract.Options(
-        groups="group_sizes" if by_size else "offsets",
+        groups=groups.name,
         n=n,
         b_major=b_major,
         d_dtype=d_dtype,
@@ -121,67 +132,93 @@ def grouped_gemm(
         implementation=implementation,
     )
     call = contract.check_call(options, weights, operands)
-    if (call.mma_tiler_mn, call.cluster_shape_mn) != (None, None):  # else the process's GPUs are nobody's business yet
-        contract.check_tile(call, ffi_call.architectures())
-    ends = operands.offsets
-    check = contract.check_group_sizes if by_size else contract.check_offsets
-    if not isinstance(groups, jax.core.Tracer):
-        check(np.asarray(groups), call.m)
-    elif debug.enabled():
-        ends = debug.checked(check, ends, call.m)
-    if call.empty:
-        outputs = [jnp.zeros((call.m, call.n), dtype) for dtype in call.output_dtypes]
-    else:
-        ends = reference.ends_of(ends, m=call.m) if by_size else ends
-        present = [x for x in operands[2:6] if x is not None]
-        outputs = ffi_call.grouped_gemm(call, a, ends, *present, *b)
+    ffi_call.check_tile(call)
+    outputs = ffi_call.grouped_gemm(call, operands._replace(offsets=groups.ends(call.m)))
     return tuple(outputs) if generate_c else outputs[0]
 
 
-def _weights(b, b_ptrs):
-    """The weight mode and its operands."""
-    if b_ptrs is not None:
-        return "pointers", (_pointers(b_ptrs),)
-    if isinstance(b, (tuple, list)):
-        return "tuple", tuple(_array(f"b[{i}]", w) for i, w in enumerate(b))
-    return "dense", (_array("b", b),)
+def grouped_gemm_wgrad(
+    x,
+    y,
+    *,
+    offsets=None,
+    group_sizes=None,
+    alpha=None,
+    d_dtype=None,
+    accumulate_into=None,
+    d_major="k",
+    use_dynamic_sched=False,
+    mma_tiler_mn=None,
+    cluster_shape_mn=None,
+    overlap_margin=0,
+    implementation=None,
+):
+    """Multiplies two operands over each group's rows: the gradient of the weights of a grouped GEMM.
 
+    For the rows of group g, from offsets[g - 1] (0 for the first) up to offsets[g]::
 
-def _groups(groups):
-    """Offsets or sizes: a JAX array (or lists of traced scalars), or the host's integers, whatever their width."""
-    if isinstance(groups, jax.Array) or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(groups)):
-        return jnp.asarray(groups)
-    groups = np.asarray(groups)
-    return groups.astype(np.int32) if groups.size == 0 else groups
+        D[g] = alpha[g] * x[rows].T @ y[rows]      (+ accumulate_into[g])
 
+    in FP32, rounded once to D's dtype. A group without rows makes zeros, or leaves what is there; rows at or past the
+    last offset are not read. `jax.grad` of `grouped_gemm` makes such calls by itself; this one is for gradients
+    that are kept in FP32 and added up over several calls.
 
-def _int32(groups):
-    """The operand. Host integers that do not fit are clipped here and refused by the check of values."""
-    if isinstance(groups, jax.Array) or groups.dtype == np.int32:
-        return jnp.asarray(groups)
-    if not all(isinstance(x, (int, np.integer)) for x in groups.flat):
-        return groups  # its dtype is refused
-    # As Python's integers: NumPy 2.0 cannot clip a dtype to bounds that it does not hold.
-    return jnp.asarray(np.clip(groups.astype(object), -(2**31), 2**31 - 1).astype(np.int32))
+    Args:
+      x: (M, N) bfloat16, rows sorted by expert, e.g. the cotangent of `grouped_gemm`'s D.
+      y: (M, K) bfloat16, e.g. its `a`.
+      offsets: (L,) int32, the exclusive end row of each group. Or give `group_sizes`.
+      group_sizes: (L,) int32, rows of each group.
+      alpha: (L,) float32, a factor per group; absent, it costs nothing.
+      d_dtype: bfloat16 or float32; by default that of `x`, and float32 with `accumulate_into`.
+      accumulate_into: float32 of D's shape, which the result is added to. The kernels add in place where the array is
+        donated to the jit around the call, or made inside of it; XLA copies it first otherwise.
+      d_major: "k" for D (L, N, K), the layout of weights of `b_major="k"`; "n" for (L, K, N).
+      use_dynamic_sched, overlap_margin, implementation: as for `grouped_gemm`.
+      mma_tiler_mn, cluster_shape_mn: as for `grouped_gemm`, of the rows and columns of each matrix of D.
 
+    K and N must be multiples of 8; M, N, K and L must each be less than 2^31 - 2^10, their products need not.
 
-def _pointers(b_ptrs):
-    """Host addresses keep all 64 bits: without x64, JAX would truncate int64 to int32."""
-    if not isinstance(b_ptrs, jax.Array):
-        b_ptrs = np.asarray(b_ptrs)
-        if b_ptrs.dtype == np.uint64 or b_ptrs.size == 0:
-            b_ptrs = b_ptrs.astype(np.int64)
-        if b_ptrs.dtype == np.int64 and not jax.config.read("jax_enable_x64"):
-            b_ptrs = np.ascontiguousarray(b_ptrs).view(np.uint8)
-    return jnp.asarray(b_ptrs)
+    Returns:
+      D, (L, N, K), or (L, K, N) with `d_major="n"`, of `d_dtype`.
 
+    Raises:
+      ValueError: an operand's shape, dtype or alignment, an option, a tile that is not compiled, or (outside of tracing)
+        the values of `offsets` or `group_sizes`; in a traced program they are clamped as for `grouped_gemm`.
+      jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError: as for `grouped_gemm`.
 
-def _optional(name, x):
-    return None if x is None else _array(name, x)
+    Differentiable to any order with respect to `x`, `y`, `alpha` and `accumulate_into`, and by `jax.vmap`, where batches
+    of both `x` and `y` are one call with more groups.
 
-
-def _array(name, x):
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise contract.not_an_array(name, x) from None
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_grouped_gemm import grouped_gemm_wgrad
+      >>> x, y = jnp.ones((6, 8), jnp.bfloat16), jnp.ones((6, 16), jnp.bfloat16)
+      >>> d = jax.jit(grouped_gemm_wgrad)(x, y, offsets=jnp.array([2, 2, 5], jnp.int32))
+      >>> print(d.shape, d[:, 0, 0])
+      (3, 8, 16) [2 0 3]
+    """
+    groups = arguments.Groups(offsets, group_sizes)
+    operands = contract.WgradOperands(
+        arguments.array("x", x),
+        arguments.array("y", y),
+        groups.operand,
+        None,
+        arguments.optional("alpha", alpha),
+        arguments.optional("accumulate_into", accumulate_into),
+    )
+    options = contract.WgradOptions(
+        groups=groups.name,
+        d_dtype=d_dtype,
+        d_major=d_major,
+        use_dynamic_sched=use_dynamic_sched,
+        mma_tiler_mn=mma_tiler_mn,
+        cluster_shape_mn=cluster_shape_mn,
+        overlap_margin=overlap_margin,
+        implementation=implementation,
+    )
+    call = contract.check_wgrad_call(options, operands)
+    ffi_call.check_tile(call)
+    operands = operands._replace(offsets=groups.ends(call.m, "x"))
+    if d_major == "n":
+        operands = operands._replace(x=operands.y, y=operands.x)
+    return wgrad_call.grouped_wgrad(call, operands)

@@ -164,7 +164,30 @@ def select_tile(arch, l, m, n, k, mma_tiler_mn=None, cluster_shape_mn=None):
         return small if small in allowed else allowed[-1]
 
     def cost(tile):
-        padded_columns = -(-n // (tile.n * tile.cluster_n)) * tile.n * tile.cluster_n
-        return padded_columns * (1.0 if tile == fast else 1.03)
+        return _padded(n, tile.n * tile.cluster_n) * (1.0 if tile == fast else 1.03)
 
     return min((tile for tile in allowed if tile != small), key=cost)
+
+
+def select_wgrad_tile(arch, n, k, mma_tiler_mn=None, cluster_shape_mn=None):
+    """The tile for D (N, K) of each group. None if the wish allows none.
+
+    The rows of a group are contracted, so their number does not matter. As above otherwise: the last tile is for D that
+    does not fill one, and between the others, padding N and K less is worth what it saves. None of it is measured.
+    """
+    allowed = tiles(arch, mma_tiler_mn, cluster_shape_mn)
+    if len(allowed) < 2:
+        return allowed[0] if allowed else None
+    fast, *_, small = TILES[arch]
+    if min(n, k) < 128:
+        return small if small in allowed else allowed[-1]
+
+    def cost(tile):
+        padded = _padded(n, tile.m * tile.cluster_m) * _padded(k, tile.n * tile.cluster_n)
+        return padded * (1.0 if tile == fast else 1.03)
+
+    return min((tile for tile in allowed if tile != small), key=cost)
+
+
+def _padded(size, unit):
+    return -(-size // unit) * unit

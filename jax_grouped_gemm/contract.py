@@ -72,7 +72,7 @@ class Call:
     @property
     def empty(self):
         """The outputs have no elements, or each is zero: no row has an expert, or it is an empty sum without a bias."""
-        return 0 in (self.m, self.n, self.l) or (self.k == 0 and not self.has_bias)
+        return 0 in (self.m, self.n, self.l, self.groups) or (self.k == 0 and not self.has_bias)
 
     @property
     def output_dtypes(self):
@@ -97,6 +97,11 @@ class Call:
         prob = rest.pop(0) if self.has_prob else None
         bias = rest.pop(0) if self.has_bias else None
         return Operands(a, offsets, experts, alpha, prob, bias, tuple(rest))
+
+    @staticmethod
+    def flat(operands):
+        """The operands that are present, in that order."""
+        return [x for x in operands[:-1] if x is not None] + list(operands.b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +138,11 @@ class WgradCall:
         return self.mapped_groups if self.has_experts else self.l
 
     @property
+    def empty(self):
+        """The result has no elements, or nothing is added up."""
+        return 0 in (self.m, self.n, self.k, self.l)
+
+    @property
     def scratch_bytes(self):
         return SCRATCH_UNIT * self.dynamic
 
@@ -143,6 +153,11 @@ class WgradCall:
         alpha = rest.pop(0) if self.has_alpha else None
         total = rest.pop(0) if self.accumulate else None
         return WgradOperands(x, y, offsets, experts, alpha, total)
+
+    @staticmethod
+    def flat(operands):
+        """The operands that are present, in that order."""
+        return [x for x in operands if x is not None]
 
 
 class WgradOperands(NamedTuple):
@@ -178,6 +193,20 @@ class Options:
     mma_tiler_mn: Any = None
     cluster_shape_mn: Any = None
     overlap_margin: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class WgradOptions:
+    """The same for `grouped_gemm_wgrad`."""
+
+    groups: str
+    d_dtype: Any
+    d_major: str
+    use_dynamic_sched: bool
+    mma_tiler_mn: Any
+    cluster_shape_mn: Any
+    overlap_margin: int
+    implementation: str | None
 
 
 def not_an_array(name, found):
@@ -227,13 +256,72 @@ def check_call(options, weights, operands):
         has_alpha=alpha is not None,
         has_prob=prob is not None,
         has_bias=bias is not None,
-        implementation=options.implementation,
         c_dtype=c_dtype,
-        dynamic=_flag("use_dynamic_sched", options.use_dynamic_sched),
-        mma_tiler_mn=_pair("mma_tiler_mn", options.mma_tiler_mn),
-        cluster_shape_mn=_pair("cluster_shape_mn", options.cluster_shape_mn),
-        overlap_margin=_overlap_margin(options.overlap_margin),
+        **_of_kernels(options),
     )
+
+
+def _of_kernels(options):
+    """What only makes a difference to how the kernels run."""
+    return {
+        "implementation": options.implementation,
+        "dynamic": _flag("use_dynamic_sched", options.use_dynamic_sched),
+        "mma_tiler_mn": _pair("mma_tiler_mn", options.mma_tiler_mn),
+        "cluster_shape_mn": _pair("cluster_shape_mn", options.cluster_shape_mn),
+        "overlap_margin": _overlap_margin(options.overlap_margin),
+    }
+
+
+def check_wgrad_call(options, operands):
+    """The `WgradCall` that these operands make, those of d_major "n" after x and y were exchanged; or a ValueError."""
+    x, y, offsets, _, alpha, total = operands
+    _one_of("d_major", options.d_major, config.B_MAJORS)
+    _one_of("implementation", options.implementation, IMPLEMENTATIONS)
+    _rank("x", x, 2, "(M, N)")
+    _rank("y", y, 2, "(M, K)")
+    m, n = x.shape
+    if y.shape[0] != m:
+        raise ValueError(f"y must be (M, K) with M = x.shape[0] = {m}; got {y.shape}; pass both for the same rows")
+    k = y.shape[1]
+    for name, operand in (("x", x), ("y", y)):
+        _dtype(name, operand, "bfloat16")
+    _rank(options.groups, offsets, 1, "(L,)")
+    _dtype(options.groups, offsets, "int32")
+    (l,) = offsets.shape
+    _limits(M=m, N=n, K=k, L=l)
+    _alignment("N", "x.shape[1]", n)
+    _alignment("K", "y.shape[1]", k)
+    if alpha is not None:
+        _vector("alpha", alpha, "float32", l, "L", "one factor per group")
+    n, k = (n, k) if options.d_major == "k" else (k, n)
+    return WgradCall(
+        m,
+        n,
+        k,
+        l,
+        _wgrad_dtype(options, total, x.dtype, (l, n, k)),
+        has_alpha=alpha is not None,
+        accumulate=total is not None,
+        **_of_kernels(options),
+    )
+
+
+def _wgrad_dtype(options, total, default, shape):
+    d_dtype = _output_dtype("d_dtype", options.d_dtype, default if total is None else "float32")
+    if total is None:
+        _one_of("d_dtype", d_dtype, [dtype for dtype, _ in config.WGRAD_RESULTS])
+        return d_dtype
+    if total.shape != shape:
+        symbols = "(L, N, K)" if options.d_major == "k" else "(L, K, N)"
+        raise ValueError(
+            f"accumulate_into must be {symbols} = {shape}; got {total.shape}; pass what an earlier call returned"
+        )
+    _dtype("accumulate_into", total, "float32")
+    if d_dtype != "float32":
+        raise ValueError(
+            f"d_dtype must be float32 with accumulate_into, which is added to in place; got {d_dtype}; leave it out"
+        )
+    return d_dtype
 
 
 def check_tile(call, architectures):
@@ -414,11 +502,11 @@ def _alignment(name, what, size):
 # --- values, where they can be seen -----------------------------------------------------------------------------------
 
 
-def check_offsets(offsets, m):
-    """Concrete ends of the groups: non-decreasing, within [0, M]."""
+def check_offsets(offsets, m, operand="a"):
+    """Concrete ends of the groups of the operand's rows: non-decreasing, within [0, M]."""
     for g, end, previous in _bad_ends(offsets, m):
         raise ValueError(
-            f"offsets must be non-decreasing ends of groups within [0, M = a.shape[0] = {m}]; "
+            f"offsets must be non-decreasing ends of groups within [0, M = {operand}.shape[0] = {m}]; "
             f"got offsets[{g}] = {end} after {previous}; if these are sizes, pass group_sizes="
         )
 
@@ -432,14 +520,14 @@ def _bad_ends(offsets, m, multiple=1):
         previous = end
 
 
-def check_group_sizes(group_sizes, m):
+def check_group_sizes(group_sizes, m, operand="a"):
     """Concrete sizes of the groups: non-negative, at most M rows in all."""
     total = 0
     for g, size in enumerate(map(int, group_sizes)):
         total += size
         if size < 0 or total > m:
             raise ValueError(
-                f"group_sizes must be non-negative with a sum of at most M = a.shape[0] = {m}; "
+                f"group_sizes must be non-negative with a sum of at most M = {operand}.shape[0] = {m}; "
                 f"got group_sizes[{g}] = {size}, a sum of {total} so far; if these are ends, pass offsets="
             )
 
@@ -504,12 +592,6 @@ def pointers_unreadable(platform):
 
 def pointers_need_library(why):
     return RuntimeError(f"b_ptrs on cpu need the package's library: {why}; or pass the weights as a tuple of arrays")
-
-
-def no_rule(transformation):
-    return NotImplementedError(
-        f"grouped_gemm has no rule for {transformation} yet; jax.lax.ragged_dot has one, for dense weights"
-    )
 
 
 def no_explicit_sharding():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import sequential_vmap
 from jax.experimental import io_callback
 
 from jax_grouped_gemm import contract
@@ -19,7 +20,7 @@ def enabled():
     return os.environ.get(SWITCH, "") not in ("", "0")
 
 
-def checked(check, groups, m):
+def checked(check, groups, m, operand):
     """These ends or sizes, for a traced call: a bad entry fails the program with the text of `check`, that of contract.
 
     The device decides whether there is one; only then the host is asked, which finds the same entry and raises.
@@ -27,15 +28,20 @@ def checked(check, groups, m):
 
     def fail(groups):
         shape = jax.ShapeDtypeStruct(groups.shape, groups.dtype)
-        nothing = io_callback(functools.partial(_raise, check, m), shape, groups)
+        nothing = io_callback(functools.partial(_raise, check, m, operand), shape, groups)
         return groups + nothing  # of the type of `groups`: in a shard_map, a callback's result varies over no axis
 
+    # Under vmap one after the other: a cond with a batched predicate would have to run both branches.
+    @sequential_vmap
+    def check_one(groups):
+        return lax.cond(_any_bad(check, groups, m), fail, lambda groups: groups, groups)
+
     # The result goes on to the call, so that nothing between the two is free to drop the check.
-    return lax.cond(_any_bad(check, groups, m), fail, lambda groups: groups, groups)
+    return check_one(groups)
 
 
-def _raise(check, m, groups):
-    check(np.asarray(groups), m)
+def _raise(check, m, operand, groups):
+    check(np.asarray(groups), m, operand)
     raise AssertionError("the device found a bad entry and the host did not")
 
 

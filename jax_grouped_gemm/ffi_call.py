@@ -1,4 +1,7 @@
-"""One primitive, one lowering per platform, so that one traced program serves CPU and CUDA."""
+"""The primitive of `grouped_gemm`: one lowering per platform, so that one traced program serves CPU and CUDA.
+
+Its rules for differentiation are in `autodiff`, those for vmap in `batching`.
+"""
 
 import dataclasses
 import functools
@@ -9,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.dispatch import apply_primitive
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from jax_grouped_gemm import config, contract, library, reference
 
@@ -19,18 +22,25 @@ grouped_gemm_p = Primitive("grouped_gemm")
 grouped_gemm_p.multiple_results = True
 
 
-def grouped_gemm(call, *operands):
-    """[D] or [D, C], both (M, N); operands in the order of `contract.Call.split`."""
-    return grouped_gemm_p.bind(*operands, call=call)
+def grouped_gemm(call, operands):
+    """[D] or [D, C], both (M, N), for `contract.Operands`."""
+    if call.empty:
+        return [jnp.zeros((call.m, call.n), dtype) for dtype in call.output_dtypes]
+    return grouped_gemm_p.bind(*call.flat(operands), call=call)
 
 
 @grouped_gemm_p.def_abstract_eval
 def _abstract_eval(*operands, call):
+    check_meshes(operands)
+    return [jax.core.ShapedArray((call.m, call.n), jnp.dtype(dtype)) for dtype in call.output_dtypes]
+
+
+def check_meshes(operands):
+    """What no primitive of the package has a rule for yet."""
     if any(map(_varies, operands)):
         raise contract.no_varying_axes()
     if any(map(_on_explicit_mesh, operands)):
         raise contract.no_explicit_sharding()
-    return [jax.core.ShapedArray((call.m, call.n), jnp.dtype(dtype)) for dtype in call.output_dtypes]
 
 
 def _varies(aval):
@@ -43,10 +53,6 @@ def _on_explicit_mesh(aval):
     """The type of this value has a sharding, which that of the result would have to follow from."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return jax.sharding.AxisType.Explicit in (getattr(mesh, "axis_types", None) or ())
-
-
-# JAX's own way to run one primitive: a jit of our own would call itself under jax.disable_jit and jax_debug_nans.
-grouped_gemm_p.def_impl(functools.partial(apply_primitive, grouped_gemm_p))
 
 
 # --- which implementation ---------------------------------------------------------------------------------------------
@@ -92,6 +98,12 @@ def architectures():
     return tuple(sorted(set(map(architecture, cuda_capabilities())) - {None}))
 
 
+def check_tile(call):
+    """The tile that a caller names is compiled for this process's GPUs, which are nobody's business where none is named."""
+    if (call.mma_tiler_mn, call.cluster_shape_mn) != (None, None):
+        contract.check_tile(call, architectures())
+
+
 @functools.cache
 def cuda_capabilities():
     """Distinct compute capabilities of this process's GPUs; empty without any."""
@@ -113,25 +125,35 @@ def _implementation(platform, *operands, call):
     named = call.split(operands)
     if call.k == 0:  # sums of nothing, which no weights and no alpha make anything of: the bias is left
         return reference.grouped_gemm(call, *named._replace(alpha=None, b=jnp.zeros(call.b_shape, jnp.bfloat16)))
-    choice = choose(platform, call.implementation)
-    if choice.kernels:
+    if uses_kernels(platform, call):
         return _kernels(call, operands)
-    if platform == "cuda" and call.implementation is None:
+    return reference.grouped_gemm(call, *named._replace(b=_stacked_weights(platform, call, named)))
+
+
+def uses_kernels(platform, call):
+    """As `choose` says; that a GPU gets the reference is logged."""
+    choice = choose(platform, call.implementation)
+    if platform == "cuda" and not choice.kernels and call.implementation is None:
         _log_once(f"grouped_gemm uses the reference implementation, which is slow on a GPU: {choice.why}")
-    return reference.grouped_gemm(call, *named._replace(b=_stacked_weights(platform, call, named.b, named.offsets)))
+    return choice.kernels
 
 
-def _stacked_weights(platform, call, b, offsets):
+def _stacked_weights(platform, call, operands):
     if call.weights == "dense":
-        return b[0]
+        return operands.b[0]
     if call.weights == "tuple":
-        return jnp.stack(b)
+        return jnp.stack(operands.b)
     if platform != "cpu":
         raise contract.pointers_unreadable(platform)
     if library.registered() is not None:
         raise contract.pointers_need_library(library.registered())
+    ends, m = operands.offsets, call.m
+    if call.has_experts:  # only weights that some group with rows needs are read: give each of those one row
+        begin, end = reference.bounds(operands.offsets, m)
+        needs = (begin < end)[:, None] & (operands.experts[:, None] == jnp.arange(call.l, dtype=jnp.int32))
+        ends, m = jnp.cumsum(needs.any(axis=0), dtype=jnp.int32), call.l
     gather = jax.ffi.ffi_call(library.GATHER_WEIGHTS, jax.ShapeDtypeStruct(call.b_shape, jnp.bfloat16))
-    return gather(*b, offsets, m=np.int64(call.m))
+    return gather(*operands.b, ends, m=np.int64(m))
 
 
 def _kernels(call, operands):
@@ -162,7 +184,7 @@ def attributes(call):
 
 def kernel_name(arch, call):
     """The forward kernel for an architecture; "" where the call's tile is compiled for another one only."""
-    tile = config.select_tile(arch, call.l, call.m, call.n, call.k, call.mma_tiler_mn, call.cluster_shape_mn)
+    tile = config.select_tile(arch, call.groups, call.m, call.n, call.k, call.mma_tiler_mn, call.cluster_shape_mn)
     if tile is None:
         return ""
     weights = "dense" if call.weights == "dense" else "pointers"
@@ -172,31 +194,20 @@ def kernel_name(arch, call):
     return config.Variant(arch, tile, call.b_major, weights, d_dtype, epilogue).name
 
 
-def _lowering(platform):
-    def traced(*operands, call):
-        return _implementation(platform, *operands, call=call)
+def register(primitive, implementation):
+    """How the primitive runs: `implementation(platform, *operands, call)`, traced where the program is lowered."""
+    # JAX's own way to run one primitive: a jit of our own would call itself under jax.disable_jit and jax_debug_nans.
+    primitive.def_impl(functools.partial(apply_primitive, primitive))
 
-    return mlir.lower_fun(traced, multiple_results=True)
+    def lowering(platform):
+        return mlir.lower_fun(functools.partial(implementation, platform), multiple_results=True)
 
-
-mlir.register_lowering(grouped_gemm_p, _lowering("this platform"))
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(grouped_gemm_p, _lowering(_platform), platform=_platform)
-
-
-# --- what has no rule yet ---------------------------------------------------------------------------------------------
+    mlir.register_lowering(primitive, lowering("this platform"))
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, lowering(platform), platform=platform)
 
 
-def _refuse(transformation):
-    def rule(*arguments, **parameters):
-        del arguments, parameters
-        raise contract.no_rule(transformation)
-
-    return rule
-
-
-ad.primitive_jvps[grouped_gemm_p] = _refuse("differentiation")
-batching.primitive_batchers[grouped_gemm_p] = _refuse("vmap")
+register(grouped_gemm_p, _implementation)
 
 # At import, so that a deserialised program finds its target; why it failed is raised where a call needs the library.
 library.registered()

@@ -15,6 +15,7 @@ LIBRARY = DATA / "libjax_grouped_gemm.so"
 MANIFEST = DATA / "manifest.json"
 
 FORWARD = "jax_grouped_gemm_forward"
+WGRAD = "jax_grouped_gemm_wgrad"
 GATHER_WEIGHTS = "jax_grouped_gemm_gather_weights"
 
 # XLA target -> platform, and the library's symbol for each stage of the handler.
@@ -25,6 +26,14 @@ TARGETS = {
             "instantiate": "jgg_forward_instantiate",
             "initialize": "jgg_forward_initialize",
             "execute": "jgg_forward_execute",
+        },
+    ),
+    WGRAD: (
+        "CUDA",
+        {
+            "instantiate": "jgg_wgrad_instantiate",
+            "initialize": "jgg_wgrad_initialize",
+            "execute": "jgg_wgrad_execute",
         },
     ),
     GATHER_WEIGHTS: ("cpu", {"execute": "jgg_gather_weights"}),

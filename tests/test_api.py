@@ -411,10 +411,10 @@ def test_version_is_public():
     assert jax_grouped_gemm.__version__
     names = {"grouped_gemm_jax_sm100", "grouped_gemm_wrapper_sm100", "GroupedGemmSm100"}
     names |= {"grouped_gemm_wrapper", "GroupedGemm", "TupleDict"}
-    assert set(jax_grouped_gemm.__all__) == {"__version__", "grouped_gemm"} | names
+    assert set(jax_grouped_gemm.__all__) == {"__version__", "grouped_gemm", "grouped_gemm_wgrad"} | names
 
 
-def test_the_docstring_example(capsys):
+def test_the_docstring_examples(capsys):
     import doctest
 
     from jax_grouped_gemm import api

@@ -373,18 +373,3 @@ def test_pointers_for_the_reference_on_a_gpu():
     traced = run.trace(struct(64, 32), struct(32, dtype=jnp.uint8), struct(4, dtype=jnp.int32))
     with pytest.raises(RuntimeError, match="b_ptrs on cuda cannot be read by the reference implementation"):
         traced.lower(lowering_platforms=("cuda",))
-
-
-# --- not there yet ----------------------------------------------------------------------------------------------------
-
-
-def test_gradients_are_refused():
-    b, offsets = jnp.zeros((4, 8, 8), jnp.bfloat16), jnp.zeros(4, jnp.int32)
-    with pytest.raises(NotImplementedError, match="no rule for differentiation yet"):
-        jax.grad(lambda a: grouped_gemm(a, b, offsets=offsets).sum())(jnp.zeros((64, 8), jnp.bfloat16))
-
-
-def test_vmap_is_refused():
-    b, offsets = jnp.zeros((4, 8, 8), jnp.bfloat16), jnp.zeros(4, jnp.int32)
-    with pytest.raises(NotImplementedError, match="no rule for vmap yet"):
-        jax.vmap(lambda a: grouped_gemm(a, b, offsets=offsets))(jnp.zeros((2, 64, 8), jnp.bfloat16))

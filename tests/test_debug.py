@@ -179,7 +179,7 @@ def test_eager_calls_are_checked_by_the_host_alone(switched_on, monkeypatch):
 def test_the_call_gets_what_was_checked(switched_on):
     """So no implementation can start before the check, whatever is lowered."""
     equations = jax.make_jaxpr(call("offsets"))(int32(GOOD["offsets"])).jaxpr.eqns
-    (check,) = (equation for equation in equations if equation.primitive.name == "cond")
+    (check,) = (equation for equation in equations if equation.primitive.name == "custom_vmap_call")
     (product,) = (equation for equation in equations if equation.primitive is ffi_call.grouped_gemm_p)
     assert product.invars[1] is check.outvars[0]
 

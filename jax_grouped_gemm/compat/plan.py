@@ -202,6 +202,7 @@ def _call(request, options, operands, extents):
     arrays = contract.Operands(
         a=_struct((m, k), "bfloat16"),
         offsets=_struct((l,), "int32"),
+        experts=None,
         alpha=_struct((l,), "float32"),
         prob=_struct((m,), "float32"),
         bias=None if operands.bias_tensor is None else _struct((l, n), operands.bias_tensor.dtype),

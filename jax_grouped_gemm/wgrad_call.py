@@ -1,0 +1,62 @@
+"""The primitive of `grouped_gemm_wgrad`, as `ffi_call` has that of `grouped_gemm`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+
+from jax_grouped_gemm import config, ffi_call, library, reference
+
+grouped_wgrad_p = Primitive("grouped_wgrad")
+grouped_wgrad_p.multiple_results = True
+
+
+def grouped_wgrad(call, operands):
+    """D (L, N, K) for `contract.WgradOperands`."""
+    if call.empty:
+        return jnp.zeros((call.l, call.n, call.k), call.d_dtype) if operands.total is None else operands.total
+    (d,) = grouped_wgrad_p.bind(*call.flat(operands), call=call)
+    return d
+
+
+@grouped_wgrad_p.def_abstract_eval
+def _abstract_eval(*operands, call):
+    ffi_call.check_meshes(operands)
+    return [jax.core.ShapedArray((call.l, call.n, call.k), jnp.dtype(call.d_dtype))]
+
+
+def _implementation(platform, *operands, call):
+    if ffi_call.uses_kernels(platform, call):
+        return _kernels(call, operands)
+    return reference.grouped_wgrad(call, *call.split(operands))
+
+
+def _kernels(call, operands):
+    d = jax.ShapeDtypeStruct((call.l, call.n, call.k), jnp.dtype(call.d_dtype))
+    scratch = [jax.ShapeDtypeStruct((call.scratch_bytes,), jnp.uint8)] if call.scratch_bytes else []
+    aliases = {len(operands) - 1: 0} if call.accumulate else {}
+    custom_call = jax.ffi.ffi_call(library.WGRAD, [d, *scratch], input_output_aliases=aliases)
+    return custom_call(*operands, **attributes(call))[:1]
+
+
+def attributes(call):
+    """The custom call's attributes, as docs/architecture.md lists them."""
+    return {
+        "sm90": kernel_name(90, call),
+        "sm100": kernel_name(100, call),
+        "has_experts": call.has_experts,
+        "has_alpha": call.has_alpha,
+        "accumulate": call.accumulate,
+        "dynamic": call.dynamic,
+        "overlap_margin": np.int64(call.overlap_margin),
+        "build_id": library.manifest()["build_id"],
+    }
+
+
+def kernel_name(arch, call):
+    """The wgrad kernel for an architecture; "" where the call's tile is compiled for another one only."""
+    tile = config.select_wgrad_tile(arch, call.n, call.k, call.mma_tiler_mn, call.cluster_shape_mn)
+    return "" if tile is None else config.WgradVariant(arch, tile, call.d_dtype, call.accumulate).name
+
+
+ffi_call.register(grouped_wgrad_p, _implementation)
