@@ -1,5 +1,7 @@
 """Mixture-of-experts grouped GEMM for JAX on NVIDIA GPUs, with kernels compiled ahead of time."""
 
+from jax_grouped_gemm import acceleration
+from jax_grouped_gemm.acceleration import accelerate
 from jax_grouped_gemm.api import grouped_gemm, grouped_gemm_wgrad
 from jax_grouped_gemm.compat import (
     GroupedGemm,
@@ -9,6 +11,7 @@ from jax_grouped_gemm.compat import (
     grouped_gemm_wrapper,
     grouped_gemm_wrapper_sm100,
 )
+from jax_grouped_gemm.ragged import ragged_dot, ragged_dot_general
 
 __version__ = "0.1.0"
 
@@ -17,9 +20,15 @@ __all__ = [
     "GroupedGemmSm100",
     "TupleDict",
     "__version__",
+    "accelerate",
     "grouped_gemm",
     "grouped_gemm_jax_sm100",
     "grouped_gemm_wgrad",
     "grouped_gemm_wrapper",
     "grouped_gemm_wrapper_sm100",
+    "ragged_dot",
+    "ragged_dot_general",
 ]
+
+if acceleration.enabled_by_environment():
+    accelerate()

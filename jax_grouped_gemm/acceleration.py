@@ -6,7 +6,7 @@ import jax
 from jax._src.interpreters import mlir
 from jax._src.lax.lax import ragged_dot_general_p
 
-from jax_grouped_gemm import ffi_call, ragged_dot
+from jax_grouped_gemm import ffi_call, ragged
 
 SWITCH = "JAX_GROUPED_GEMM_ACCELERATE"
 PLATFORM = "cuda"
@@ -76,8 +76,9 @@ def _set(on):
 
 def _lower(ctx, lhs, rhs, group_sizes, **parameters):
     plan = _plan(*ctx.avals_in, **parameters)
-    if isinstance(plan, str):
-        ffi_call.log_once(f"jax.lax.ragged_dot is JAX's own: {plan}")
+    if not callable(plan):
+        if plan:
+            ffi_call.log_once(f"jax.lax.ragged_dot is JAX's own: {plan}")
         entry = _jax_entry[0] or _jax_entry[1]
         rule = getattr(entry, "rule", entry)  # newer versions keep more than the rule
         return rule(ctx, lhs, rhs, group_sizes, **parameters)
@@ -90,4 +91,4 @@ def _plan(lhs, rhs, group_sizes, *, ragged_dot_dimension_numbers, preferred_elem
     choice = ffi_call.choose(PLATFORM, None)
     if not choice.kernels:
         return choice.why
-    return ragged_dot.reduce(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, preferred_element_type, False)
+    return ragged.reduce(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, preferred_element_type, False)

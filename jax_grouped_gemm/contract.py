@@ -499,6 +499,24 @@ def _alignment(name, what, size):
         )
 
 
+def check_group_offset(offset):
+    """As a scalar."""
+    if offset.shape not in ((), (1,)) or not jnp.issubdtype(offset.dtype, np.integer):
+        raise ValueError(
+            f"group_offset must be (1,) or () of integers; got {offset.shape} {offset.dtype}; "
+            "pass the index of the group that rhs[0] belongs to, e.g. jnp.array([8])"
+        )
+    return offset.reshape(())
+
+
+def check_local_groups(local, groups):
+    if local > groups:
+        raise ValueError(
+            f"rhs must have at most as many matrices as there are groups, group_sizes.shape[-1] = {groups}; got {local}; "
+            "pass the sizes of all groups, those elsewhere too"
+        )
+
+
 # --- values, where they can be seen -----------------------------------------------------------------------------------
 
 

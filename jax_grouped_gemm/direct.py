@@ -70,7 +70,9 @@ class Forward:
             weights = (ctypes.c_uint64 * len(weight_addresses))(*weight_addresses)
             table = ctypes.addressof(weights)
         # All at once: an assignment to each field costs more than the call.
-        _ADDRESSES.pack_into(call, LibraryCall.a.offset, a, offsets, 0, alpha, prob, bias, b, table, d, c, scratch, stream)
+        _ADDRESSES.pack_into(
+            call, LibraryCall.a.offset, a, offsets, 0, alpha, prob, bias, b, table, d, c, scratch, stream
+        )
         self._launch(device, call)
 
     def load(self, device, stream=0):

@@ -114,7 +114,7 @@ def cuda_capabilities():
 
 
 @functools.cache
-def _log_once(message):
+def log_once(message):
     logger.warning(message)
 
 
@@ -134,7 +134,7 @@ def uses_kernels(platform, call):
     """As `choose` says; that a GPU gets the reference is logged."""
     choice = choose(platform, call.implementation)
     if platform == "cuda" and not choice.kernels and call.implementation is None:
-        _log_once(f"grouped_gemm uses the reference implementation, which is slow on a GPU: {choice.why}")
+        log_once(f"grouped_gemm uses the reference implementation, which is slow on a GPU: {choice.why}")
     return choice.kernels
 
 

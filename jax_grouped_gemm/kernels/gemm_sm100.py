@@ -251,9 +251,7 @@ class Blackwell(GroupedKernel):
                 pair_row = row - coord[0] * tile.m
                 map_b, map_expert = self.expert_map(problem, expert)
                 for block in cutlass.range(num_blocks, unroll=1):
-                    g_a = thr_mma.partition_A(
-                        self.block_of_a(m_a, self.mma_tile[0], begin, end, pair_row, block)
-                    )
+                    g_a = thr_mma.partition_A(self.block_of_a(m_a, self.mma_tile[0], begin, end, pair_row, block))
                     g_b = thr_mma.partition_B(self.block_of_b(m_b, tile.n, begin, end, col, map_expert, block))
                     part_s_a, part_g_a = self.part(atom_a, g_a, s_a, cta_layout, coord, 2)
                     part_s_b, part_g_b = self.part(atom_b, g_b, s_b, cta_layout, coord, 1)

@@ -55,9 +55,15 @@ def forward_problems(tile):
         # Ends of any value: every one is clamped. N ends in the second half of a tile.
         # Groups share experts, or have none.
         Problem(
-            "hostile ends", (-5, 70, 30, -(2**31), 9, rows, 2**31 - 1), rows + 72, 168, 8, clusters=2, dynamic=True,
+            "hostile ends",
+            (-5, 70, 30, -(2**31), 9, rows, 2**31 - 1),
+            rows + 72,
+            168,
+            8,
+            clusters=2,
+            dynamic=True,
             experts=(0, 1, 0, 1, -(2**31), 2**31 - 1, 1),
-        ),  # fmt: skip
+        ),
         # One tile, and a cluster that finds none. The K blocks are no multiple of the stages: the ring ends elsewhere than
         # it began.
         Problem("one tile", (rows - 1,), rows - 1, 40, 7 * 64, clusters=2, dynamic=True),

@@ -6,9 +6,7 @@ import sweep
 
 from jax_grouped_gemm import config
 
-VARIANTS = [
-    variant for arch in config.TILES for variant in [*config.variants(arch), *config.wgrad_variants(arch)]
-]
+VARIANTS = [variant for arch in config.TILES for variant in [*config.variants(arch), *config.wgrad_variants(arch)]]
 
 
 # The one exemption from reaching every statement: where a wait loop goes back to its wait. Whether a wait has to wait is

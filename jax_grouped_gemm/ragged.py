@@ -8,14 +8,14 @@ launch does it all.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_grouped_gemm import contract, ffi_call, log, reference
+from jax_grouped_gemm import config, contract, ffi_call, reference, wgrad_call
 
-OUTPUTS = {None: "bfloat16", **{jnp.dtype(name): name for name in ("bfloat16", "float16", "float32")}}
 ROW_RAGGED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
@@ -69,20 +69,37 @@ def ragged_dot_general(
     batched products, whatever the sizes; with an offset, batches of the groups before it are zero.
     """
     lhs, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
+    numbers, output = ragged_dot_dimension_numbers, (precision, preferred_element_type)
     if group_offset is not None:
         group_offset = contract.check_group_offset(jnp.asarray(group_offset))
-    numbers, output = ragged_dot_dimension_numbers, (precision, preferred_element_type)
-    plan = "out_sharding is given" if out_sharding is not None else reduce(
-        lhs, rhs, group_sizes, numbers, preferred_element_type, group_offset is not None
-    )  # fmt: skip
-    if isinstance(plan, str):
-        log.once(f"ragged_dot is JAX's own: {plan}")
-        return _of_jax(lhs, rhs, group_sizes, numbers, output, group_offset, out_sharding)
-    return plan(lhs, rhs, group_sizes, group_offset)
+    _check(lhs, rhs, group_sizes, numbers, output, group_offset is not None)
+    if out_sharding is not None:
+        plan: Any = "out_sharding is given"
+    else:
+        plan = reduce(lhs, rhs, group_sizes, numbers, preferred_element_type, group_offset is not None)
+    if callable(plan):
+        return plan(lhs, rhs, group_sizes, group_offset)
+    if plan:
+        ffi_call.log_once(f"ragged_dot is JAX's own: {plan}")
+    return _of_jax(lhs, rhs, group_sizes, numbers, output, group_offset, out_sharding)
+
+
+def _check(lhs, rhs, group_sizes, numbers, output, offset):
+    """As JAX does, which knows of no groups elsewhere."""
+    precision, preferred = output
+    if offset and len(numbers.rhs_group_dimensions) == 1 and group_sizes.ndim:
+        (group_dim,) = numbers.rhs_group_dimensions
+        contract.check_local_groups(rhs.shape[group_dim], group_sizes.shape[-1])
+        shape = [*rhs.shape]
+        shape[group_dim] = group_sizes.shape[-1]
+        rhs = jax.ShapeDtypeStruct(shape, rhs.dtype)
+    product = functools.partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, precision=precision)
+    jax.eval_shape(functools.partial(product, preferred_element_type=preferred), lhs, rhs, group_sizes)
 
 
 def reduce(lhs, rhs, group_sizes, numbers, output_dtype, offset):
-    """A function of (lhs, rhs, group_sizes, group_offset) that computes it on the kernels, or why there is none.
+    """A function of (lhs, rhs, group_sizes, group_offset=None) that computes it on the kernels; or why there is none, "" where JAX's
+    own is as good.
 
     lhs, rhs and group_sizes need a shape and a dtype only; of shapes that JAX accepts. offset: there will be a group_offset.
     """
@@ -90,10 +107,12 @@ def reduce(lhs, rhs, group_sizes, numbers, output_dtype, offset):
         return f"operands are {lhs.dtype} and {rhs.dtype}, the kernels take bfloat16"
     if not all(isinstance(size, int) for x in (lhs, rhs, group_sizes) for size in x.shape):
         return "shapes are not static"
-    make = _kept if _mode(numbers) == "kept" else _contracted if _mode(numbers) == "contracted" else None
-    if make is None:
-        return "a ragged batch dimension is a plain batched product"
-    return make(_Dims.of(lhs, rhs, numbers), group_sizes.shape[-1], output_dtype, offset)
+    dtype = jnp.dtype(output_dtype or jnp.bfloat16).name
+    if _mode(numbers) == "batch":
+        return ""  # a plain batched product
+    if _mode(numbers) == "kept":
+        return _kept(_Dims.of(lhs, rhs, numbers), dtype, offset)
+    return _contracted(_Dims.of(lhs, rhs, numbers), group_sizes.shape[-1], dtype, offset)
 
 
 def _mode(numbers):
@@ -149,7 +168,7 @@ class _Dims:
         return math.prod(self.lhs_sizes(self.inner))
 
 
-def _kept(dims, groups, output_dtype, offset):
+def _kept(dims, dtype, offset):
     lhs_order = (*dims.batch[0], *dims.outer, dims.ragged, *dims.inner, *dims.contracted[0])
     # Of rhs nothing is moved if its matrices lie whole, whichever of their dimensions is the outer one.
     stacked = tuple(d for d in range(len(dims.rhs)) if d in (*dims.batch[1], *dims.group_rhs))
@@ -160,31 +179,32 @@ def _kept(dims, groups, output_dtype, offset):
     n, k = math.prod(dims.rhs_sizes(dims.kept_rhs)), math.prod(dims.rhs_sizes(dims.contracted[1]))
     l = math.prod(dims.rhs_sizes(stacked))
     local = dims.rhs[dims.group_rhs[0]]
+    if dtype not in config.D_DTYPES:
+        return f"the result is {dtype}, the kernels write {', '.join(config.D_DTYPES)}"
     if (why := _unfit(M=m, N=n, K=k, L=l)) is not None:
         return why
     # Where among the stacked matrices a group's is, for every prefix.
     at = np.arange(l).reshape(dims.rhs_sizes(stacked))
-    at = at.transpose([stacked.index(d) for d in (*dims.batch[1], *dims.group_rhs)]).reshape(-1, 1, local)
-    experts = np.broadcast_to(at, (len(at), math.prod(dims.lhs_sizes(dims.outer)), local)).reshape(-1, local)
+    at = at.transpose([stacked.index(d) for d in (*dims.batch[1], *dims.group_rhs)])
+    batch, outer = math.prod(dims.lhs_sizes(dims.batch[0])), math.prod(dims.lhs_sizes(dims.outer))
+    experts = np.broadcast_to(at.reshape(batch, 1, local), (batch, outer, local)).reshape(batch * outer, local)
     shape = (*dims.prefixes, dims.rows, *dims.lhs_sizes(dims.inner), *dims.rhs_sizes(dims.kept_rhs))
     mapped = None if len(experts) == 1 and not offset else len(experts) * (local + (len(experts) > 1) + offset)
     call = contract.Call(
-        m, n, k, l, b_major, "dense", jnp.dtype(output_dtype or jnp.bfloat16).name, False, False, None,
-        mapped_groups=mapped,
+        m, n, k, l, b_major, "dense", dtype, False, False, None, mapped_groups=mapped,
     )  # fmt: skip
 
-    def product(lhs, rhs, group_sizes, group_offset):
-        if call.empty:
-            return jnp.zeros(shape, call.d_dtype)
+    def product(lhs, rhs, group_sizes, group_offset=None):
         a = lhs.transpose(lhs_order).reshape(m, k)
         b = rhs.transpose(rhs_order).reshape(call.b_shape)
         ends, of_groups = _groups(dims, group_sizes, group_offset, experts)
-        return ffi_call.grouped_gemm(call, a, ends, *([of_groups] if call.has_experts else []), b)[0].reshape(shape)
+        operands = contract.Operands(a, ends, of_groups if call.has_experts else None, None, None, None, (b,))
+        return ffi_call.grouped_gemm(call, operands)[0].reshape(shape)
 
     return product
 
 
-def _contracted(dims, groups, output_dtype, offset):
+def _contracted(dims, groups, dtype, offset):
     kept_lhs = tuple(d for d in range(len(dims.lhs)) if d not in (*dims.batch[0], *dims.contracted[0]))
     lhs_order = (*dims.batch[0], *dims.contracted[0], *kept_lhs)
     rhs_order = (*dims.batch[1], *dims.contracted[1], *dims.kept_rhs)
@@ -194,22 +214,20 @@ def _contracted(dims, groups, output_dtype, offset):
     l = outer * groups * batch
     if (why := _unfit(M=m, N=n, K=k, L=l)) is not None:
         return why
-    dtype = jnp.dtype(output_dtype or jnp.bfloat16).name
-    if dtype not in ("bfloat16", "float32"):
+    if dtype not in (result for result, _ in config.WGRAD_RESULTS):
         return f"the result is {dtype}, weight gradients are bfloat16 or float32"
     # Results lie (outer, group, batch): the sum over `outer` comes after.
-    experts = np.arange(l).reshape(outer, groups, batch).transpose(2, 0, 1).reshape(-1, groups)
+    experts = np.arange(l).reshape(outer, groups, batch).transpose(2, 0, 1).reshape(batch * outer, groups)
     shape = (groups, *dims.lhs_sizes((*dims.batch[0], *kept_lhs)), *dims.rhs_sizes(dims.kept_rhs))
     mapped = None if len(experts) == 1 and not offset else len(experts) * (groups + (len(experts) > 1) + offset)
     call = contract.WgradCall(m, n, k, l, dtype if outer == 1 else "float32", False, None, mapped_groups=mapped)
 
-    def product(lhs, rhs, group_sizes, group_offset):
-        if 0 in (m, n, k, l):
-            return jnp.zeros(shape, dtype)
+    def product(lhs, rhs, group_sizes, group_offset=None):
         x = lhs.transpose(lhs_order).reshape(m, n)
         y = rhs.transpose(rhs_order).reshape(m, k)
         ends, of_groups = _groups(dims, group_sizes, group_offset, experts)
-        d = ffi_call.grouped_wgrad(call, x, y, ends, *([of_groups] if call.has_experts else []))
+        operands = contract.WgradOperands(x, y, ends, of_groups if call.has_experts else None, None, None)
+        d = wgrad_call.grouped_wgrad(call, operands)
         return d.reshape(outer, *shape).sum(0).astype(dtype) if outer > 1 else d.reshape(shape)
 
     return product
@@ -231,8 +249,10 @@ def _groups(dims, group_sizes, group_offset, experts):
     Each prefix has a group without an expert before its first one if there is an offset, and one behind its last one unless it is the only prefix.
     """
     prefixes, local = experts.shape
-    sizes = jnp.broadcast_to(jnp.clip(group_sizes, 0, dims.rows).astype(jnp.int32), (*dims.prefixes, group_sizes.shape[-1]))
-    sizes = sizes.reshape(prefixes, -1)
+    sizes = jnp.broadcast_to(
+        jnp.clip(group_sizes, 0, dims.rows).astype(jnp.int32), (*dims.prefixes, group_sizes.shape[-1])
+    )
+    sizes = sizes.reshape(prefixes, group_sizes.shape[-1])
     ends = jax.vmap(functools.partial(reference.ends_of, m=dims.rows))(sizes)
     if group_offset is not None:
         # The end before the first local group, and the ends of the local groups; past the last group there are empty ones.
