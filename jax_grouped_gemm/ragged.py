@@ -275,6 +275,9 @@ def _of_jax(lhs, rhs, group_sizes, numbers, output, group_offset, out_sharding):
     sharded = {} if out_sharding is None else {"out_sharding": out_sharding}
 
     def product(lhs, rhs):
+        if _mode(numbers) == "batch":  # what JAX lowers it to, with derivatives, which it lacks for its own name
+            batched = functools.partial(jax.lax.dot_general, dimension_numbers=numbers.dot_dimension_numbers)
+            return batched(lhs, rhs, precision=precision, preferred_element_type=preferred, **sharded)
         return jax.lax.ragged_dot_general(
             lhs, rhs, group_sizes, numbers, precision=precision, preferred_element_type=preferred, **sharded
         )
