@@ -41,6 +41,7 @@ class Call:
     mma_tiler_mn, cluster_shape_mn: pairs, or None where the package chooses.
     mapped_groups: None where group g is expert g's. Else the number of groups, whose experts are an operand: (groups,)
       int32, and the rows of a group with an index outside [0, L) are zero. alpha is (groups,) then, bias (groups, N).
+    distinct_experts: with mapped_groups, each expert has one group, neither none nor several.
     """
 
     m: int
@@ -60,6 +61,7 @@ class Call:
     cluster_shape_mn: tuple[int, int] | None = None
     overlap_margin: int = 0
     mapped_groups: int | None = None
+    distinct_experts: bool = False
 
     @property
     def has_experts(self):

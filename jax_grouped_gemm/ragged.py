@@ -191,7 +191,7 @@ def _kept(dims, dtype, offset):
     shape = (*dims.prefixes, dims.rows, *dims.lhs_sizes(dims.inner), *dims.rhs_sizes(dims.kept_rhs))
     mapped = None if len(experts) == 1 and not offset else len(experts) * (local + (len(experts) > 1) + offset)
     call = contract.Call(
-        m, n, k, l, b_major, "dense", dtype, False, False, None, mapped_groups=mapped,
+        m, n, k, l, b_major, "dense", dtype, False, False, None, mapped_groups=mapped, distinct_experts=outer == 1,
     )  # fmt: skip
 
     def product(lhs, rhs, group_sizes, group_offset=None):

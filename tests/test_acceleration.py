@@ -181,14 +181,20 @@ def make_layer(experts, embed=64, hidden=32):
     return nnx.split(library_layer().MoERagged(config, rngs=nnx.Rngs(0)))
 
 
+@pytest.fixture
+def _as_its_authors_run_it():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 def layer_loss(graph, state, x):
     from flax import nnx
 
     return jnp.mean(jnp.square(nnx.merge(graph, state)(x).astype(jnp.float32)))
 
 
-@pytest.mark.filterwarnings("ignore:'sharding' is deprecated:DeprecationWarning")
-def test_layer_of_a_library_is_lowered_to_the_kernels():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_layer_of_a_library_is_lowered_to_the_kernels(_as_its_authors_run_it):
     graph, state = make_layer(8)
     gradient = jax.value_and_grad(lambda state, x: layer_loss(graph, state, x), (0, 1))
     x = struct(1, 128, 64)
@@ -197,3 +203,25 @@ def test_layer_of_a_library_is_lowered_to_the_kernels():
         calls = custom_calls(gradient, state, x)
     # Two products, and the gradients of both operands of each.
     assert sorted(calls) == [library.FORWARD] * 4 + [library.WGRAD] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_layer_of_a_library_gives_the_same_on_the_kernels(_as_its_authors_run_it, monkeypatch):
+    monkeypatch.undo()
+    graph, state = make_layer(16, embed=512, hidden=256)
+    x = jax.random.normal(jax.random.key(1), (2, 512, 512), jnp.bfloat16)
+
+    def gradient(state, x):
+        return jax.value_and_grad(lambda state, x: layer_loss(graph, state, x), (0, 1))(state, x)
+
+    def products(compiled):
+        return compiled.as_text().count("jax_grouped_gemm_")
+
+    before = jax.jit(gradient).lower(state, x).compile()
+    with jgg.accelerate():
+        after = jax.jit(gradient).lower(state, x).compile()
+    assert products(before) == 0 < products(after)
+    for ours, theirs in zip(jax.tree.leaves(after(state, x)), jax.tree.leaves(before(state, x)), strict=True):
+        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+        assert np.linalg.norm(ours - theirs) <= 0.01 * np.linalg.norm(theirs)

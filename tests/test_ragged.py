@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_grouped_gemm as jgg
-from jax_grouped_gemm import ffi_call, ragged
+from jax_grouped_gemm import ffi_call, library, ragged
 
 Numbers = jax.lax.RaggedDotDimensionNumbers
 
@@ -169,6 +169,22 @@ def _check_group_offset(forward, backward, dtype, local, offset):
     for i in range(local):
         rows = slice(*([0, *np.cumsum(sizes)][min(offset + j, 6)] for j in (i, i + 1)))
         close(drhs[i], np.asarray(lhs, np.float32)[rows].T @ ones[rows])
+
+
+def test_gradients_with_an_offset_move_no_rows(monkeypatch):
+    """Of expert parallelism: every expert here has one group, so that nothing is gathered."""
+    monkeypatch.setattr(ffi_call, "cuda_capabilities", tuple)
+    monkeypatch.setattr(library, "manifest", lambda: {"build_id": "the build"})
+
+    def run(lhs, rhs, sizes, offset):
+        return jgg.ragged_dot(lhs, rhs, sizes, group_offset=offset).astype(jnp.float32).sum()
+
+    shapes = ((64, 32), jnp.bfloat16), ((4, 32, 16), jnp.bfloat16), ((8,), jnp.int32), ((1,), jnp.int32)
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    text = jax.jit(jax.grad(run, (0, 1))).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(f"@{library.FORWARD}(") == text.count(f"@{library.WGRAD}(") == 1
+    assert "gather" not in text
+    assert "scatter" not in text
 
 
 @pytest.mark.parametrize("name", ["contracted", "contracted, batch", "batch", "kept, batch"])
