@@ -194,7 +194,8 @@ def layer_loss(graph, state, x):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_layer_of_a_library_is_lowered_to_the_kernels(_as_its_authors_run_it):
+@pytest.mark.usefixtures("_as_its_authors_run_it")
+def test_layer_of_a_library_is_lowered_to_the_kernels():
     graph, state = make_layer(8)
     gradient = jax.value_and_grad(lambda state, x: layer_loss(graph, state, x), (0, 1))
     x = struct(1, 128, 64)
@@ -207,7 +208,8 @@ def test_layer_of_a_library_is_lowered_to_the_kernels(_as_its_authors_run_it):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_layer_of_a_library_gives_the_same_on_the_kernels(_as_its_authors_run_it, monkeypatch):
+@pytest.mark.usefixtures("_as_its_authors_run_it")
+def test_layer_of_a_library_gives_the_same_on_the_kernels(monkeypatch):
     monkeypatch.undo()
     graph, state = make_layer(16, embed=512, hidden=256)
     x = jax.random.normal(jax.random.key(1), (2, 512, 512), jnp.bfloat16)
