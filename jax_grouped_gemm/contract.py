@@ -626,6 +626,27 @@ def no_varying_axes():
     )
 
 
+# --- routing ----------------------------------------------------------------------------------------------------------
+
+
+def check_logits(logits, mask):
+    _rank("logits", logits, 2, "(T, E)")
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"logits must be floating; got {logits.dtype}; cast it, e.g. logits.astype(jnp.float32)")
+    if mask is not None:
+        _vector("mask", mask, "bool", logits.shape[0], "T", "one bool per token, False for padding")
+
+
+def check_top_k(k, num_experts):
+    if not _positive(k) or k > num_experts:
+        raise ValueError(f"k must be an integer from 1 to E = {num_experts}; got {k!r}; pass the experts per token")
+
+
+def check_rows(name, array, rows, symbol, meaning):
+    if array.ndim != 2 or array.shape[0] != rows:
+        raise ValueError(f"{name} must be ({symbol}, D) with {symbol} = {rows}; got {array.shape}; pass {meaning}")
+
+
 # --- the document's names: tensors with strides -----------------------------------------------------------------------
 
 
