@@ -647,6 +647,13 @@ def check_rows(name, array, rows, symbol, meaning):
         raise ValueError(f"{name} must be ({symbol}, D) with {symbol} = {rows}; got {array.shape}; pass {meaning}")
 
 
+def no_explicit_rows():
+    return NotImplementedError(
+        "dispatch and combine have no rule for operands on a mesh with explicit axes; call them on each device's part "
+        "inside jax.shard_map, or make the mesh with axis_types=(jax.sharding.AxisType.Auto,)"
+    )
+
+
 # --- the document's names: tensors with strides -----------------------------------------------------------------------
 
 

@@ -13,10 +13,20 @@ from jax._src.dispatch import apply_primitive
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_grouped_gemm import contract, ffi_call
+from jax_grouped_gemm import contract
 
 spread_p = Primitive("spread_rows")
 gather_sum_p = Primitive("gather_sum_rows")
+
+
+def argsort(x):
+    """The stable permutation that sorts x (n,): int32.
+
+    Not jnp.argsort: in a shard_map that checks varying axes, JAX 0.10 takes its result for one that is the same on all devices,
+    and a gradient is then made with the first device's.
+    """
+    keys, index = _varying_alike(x, jax.lax.iota(jnp.int32, x.size))
+    return jax.lax.sort([keys, index], num_keys=1, is_stable=True)[1]
 
 
 def spread(x, order, inverse, k):
@@ -51,16 +61,22 @@ def _gather_sum_aval(rows, order, inverse, *, k):
 
 
 def _aval(x, rows):
-    if ffi_call._on_explicit_mesh(x):
-        raise contract.no_explicit_sharding()
+    mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+    if jax.sharding.AxisType.Explicit in (getattr(mesh, "axis_types", None) or ()):
+        raise contract.no_explicit_rows()
     return x.update(shape=(rows, x.shape[1]), weak_type=False)
 
 
 def _varying_alike(*operands):
     """Where a shard_map tracks what varies over which mesh axes, the operands as varying over the same."""
-    axes = [getattr(jax.typeof(x), "vma", frozenset()) if hasattr(jax, "typeof") else frozenset() for x in operands]
+    axes = [_axes(jax.typeof(x)) for x in operands]
     union = frozenset().union(*axes)
     return [x if own == union else _vary(x, tuple(union - own)) for x, own in zip(operands, axes, strict=True)]
+
+
+def _axes(aval):
+    manual = getattr(aval, "manual_axis_type", None)  # since JAX 0.10; before, `vma`
+    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
 
 
 def _vary(x, axes):

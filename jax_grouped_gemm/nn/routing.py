@@ -57,9 +57,9 @@ def top_k_route(logits, k, *, normalize=True, mask=None):
         expert = jnp.where(mask[:, None], expert, num_experts)
         prob = _of_tokens(mask, prob)
     flat = expert.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    order = permutation.argsort(flat)
     group_sizes = _one_hot(flat, num_experts).sum(axis=0, dtype=jnp.int32)
-    return Routing(expert, prob, order, jnp.argsort(order).astype(jnp.int32), group_sizes, mask)
+    return Routing(expert, prob, order, permutation.argsort(order), group_sizes, mask)
 
 
 def dispatch(x, routing):
