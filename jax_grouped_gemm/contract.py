@@ -626,7 +626,7 @@ def no_varying_axes():
     )
 
 
-# --- routing ----------------------------------------------------------------------------------------------------------
+# --- layers -----------------------------------------------------------------------------------------------------------
 
 
 def check_logits(logits, mask):
@@ -645,6 +645,33 @@ def check_top_k(k, num_experts):
 def check_rows(name, array, rows, symbol, meaning):
     if array.ndim != 2 or array.shape[0] != rows:
         raise ValueError(f"{name} must be ({symbol}, D) with {symbol} = {rows}; got {array.shape}; pass {meaning}")
+
+
+def check_grouped_dense(rows, kernel, bias):
+    _rank("rows", rows, 2, "(M, in)")
+    if kernel.ndim != 3 or kernel.shape[1] != rows.shape[1]:
+        raise ValueError(
+            f"kernel must be (E, in, features) with in = rows.shape[1] = {rows.shape[1]}; got {kernel.shape}; "
+            "pass rows of the width that it was made for"
+        )
+    if bias is not None and bias.shape != kernel.shape[::2]:
+        raise ValueError(
+            f"bias must be (E, features) = {kernel.shape[::2]}; got {bias.shape}; pass one row of features per expert"
+        )
+
+
+def check_tokens(inputs, mask):
+    if inputs.ndim < 1:
+        raise ValueError("inputs must be (..., D); got (); pass a vector for each token")
+    if mask is not None and (mask.shape != inputs.shape[:-1] or mask.dtype != bool):
+        raise ValueError(
+            f"mask must be bool {inputs.shape[:-1]}, inputs.shape without D; got {mask.dtype} {mask.shape}; "
+            "pass one bool per token, False for padding"
+        )
+
+
+def no_flax(module):
+    return ImportError(f"{module} needs flax; got none; install it, e.g. pip install 'jax-grouped-gemm[flax]'")
 
 
 def no_explicit_rows():

@@ -45,7 +45,12 @@ def _spread(x, order, inverse, *, k):
 
 def _gather_sum(rows, order, inverse, *, k):
     of_tokens = _rows(rows, inverse).reshape(rows.shape[0] // k, k, rows.shape[1])
-    return of_tokens.sum(axis=1, dtype=jnp.promote_types(rows.dtype, jnp.float32)).astype(rows.dtype)
+    return of_tokens.sum(axis=1, dtype=wide(rows.dtype)).astype(rows.dtype)
+
+
+def wide(dtype):
+    """float32, or more. Not jnp.promote_types, which some users have made strict."""
+    return jnp.float32 if jnp.dtype(dtype).itemsize < 4 else dtype
 
 
 def _rows(x, index):
