@@ -628,6 +628,61 @@ def no_varying_axes():
     )
 
 
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def check_logits(logits, mask):
+    _rank("logits", logits, 2, "(T, E)")
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"logits must be floating; got {logits.dtype}; cast it, e.g. logits.astype(jnp.float32)")
+    if mask is not None:
+        _vector("mask", mask, "bool", logits.shape[0], "T", "one bool per token, False for padding")
+
+
+def check_top_k(k, num_experts):
+    if not _positive(k) or k > num_experts:
+        raise ValueError(f"k must be an integer from 1 to E = {num_experts}; got {k!r}; pass the experts per token")
+
+
+def check_rows(name, array, rows, symbol, meaning):
+    if array.ndim != 2 or array.shape[0] != rows:
+        raise ValueError(f"{name} must be ({symbol}, D) with {symbol} = {rows}; got {array.shape}; pass {meaning}")
+
+
+def check_grouped_dense(rows, kernel, bias):
+    _rank("rows", rows, 2, "(M, in)")
+    if kernel.ndim != 3 or kernel.shape[1] != rows.shape[1]:
+        raise ValueError(
+            f"kernel must be (E, in, features) with in = rows.shape[1] = {rows.shape[1]}; got {kernel.shape}; "
+            "pass rows of the width that it was made for"
+        )
+    if bias is not None and bias.shape != kernel.shape[::2]:
+        raise ValueError(
+            f"bias must be (E, features) = {kernel.shape[::2]}; got {bias.shape}; pass one row of features per expert"
+        )
+
+
+def check_tokens(inputs, mask):
+    if inputs.ndim < 1:
+        raise ValueError("inputs must be (..., D); got (); pass a vector for each token")
+    if mask is not None and (mask.shape != inputs.shape[:-1] or mask.dtype != bool):
+        raise ValueError(
+            f"mask must be bool {inputs.shape[:-1]}, inputs.shape without D; got {mask.dtype} {mask.shape}; "
+            "pass one bool per token, False for padding"
+        )
+
+
+def no_flax(module):
+    return ImportError(f"{module} needs flax; got none; install it, e.g. pip install 'jax-grouped-gemm[flax]'")
+
+
+def no_explicit_rows():
+    return NotImplementedError(
+        "dispatch and combine have no rule for operands on a mesh with explicit axes; call them on each device's part "
+        "inside jax.shard_map, or make the mesh with axis_types=(jax.sharding.AxisType.Auto,)"
+    )
+
+
 # --- the document's names: tensors with strides -----------------------------------------------------------------------
 
 
