@@ -206,7 +206,6 @@ def wgrad(x, y, groups, alpha=None, total=None):
 
 def cotangents(case, d=None, c=None):
     """{operand: (its cotangent, the same sums over absolute values)}, float64, of the cotangents of D and C, or None."""
-    m, k = case.a.shape
     found = {name: tuple(np.zeros(getattr(case, name).shape) for _ in range(2)) for name in present(case)}
     for g, (begin, end) in enumerate(case.groups()):
         if begin == end:

@@ -46,19 +46,25 @@ def random_cotangents(rng, case, c=True, d=True):
 
 def gradients(case, wanted, outputs, jit=True, **changes):
     """{operand: cotangent}, of the wanted ones alone."""
-    arrays = as_jax(case) | changes
-    fixed = {name: x for name, x in arrays.items() if name not in wanted}
+    options = options_of(case)
+    offsets = options.pop("offsets")
+    pull = pulling(tuple(wanted), tuple(x is not None for x in outputs), tuple(options.items()), jit)
+    return pull(as_jax(case) | changes, offsets, [jnp.asarray(x) for x in outputs if x is not None])
 
-    def run(moving):
-        found = grouped_gemm(**fixed, **moving, **options_of(case))
-        found = found if case.generate_c else (found,)
-        return [d for d, cotangent in zip(found, outputs, strict=True) if cotangent is not None]
 
-    def pulled(moving, outputs):
-        return jax.vjp(run, moving)[1](outputs)[0]
+@functools.cache  # so that it is compiled once for each kind of call
+def pulling(wanted, used, options, jit):
+    def pulled(arrays, offsets, outputs):
+        fixed = {name: x for name, x in arrays.items() if name not in wanted}
 
-    pulled = jax.jit(pulled) if jit else pulled
-    return pulled({name: arrays[name] for name in wanted}, [jnp.asarray(x) for x in outputs if x is not None])
+        def run(moving):
+            found = grouped_gemm(**fixed, **moving, offsets=offsets, **dict(options))
+            found = found if isinstance(found, tuple) else (found,)
+            return [d for d, is_used in zip(found, used, strict=True) if is_used]
+
+        return jax.vjp(run, {name: arrays[name] for name in wanted})[1](outputs)[0]
+
+    return jax.jit(pulled) if jit else pulled
 
 
 def check(case, outputs, wanted=None, got=None):
@@ -335,7 +341,7 @@ def test_a_cond_that_differentiates_one_branch(program):
 
 
 def test_gradients_under_the_debug_switch(program, monkeypatch):
-    case, arrays, weight = program
+    _, arrays, weight = program
     run = jax.jit(jax.grad(lambda arrays, offsets: loss_at(arrays, offsets, weight)))
 
     def loss_at(arrays, offsets, weight):
@@ -430,8 +436,8 @@ def test_jvp(problem):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
         assert not np.asarray(x)[case.end() :].any()
     for name in arrays:
-        (got, want) = (
-            jax.tree.leaves(jax.jvp(lambda one: f(x | {name: one}), (x[name],), (t[name],))[1])
+        got, want = (
+            jax.tree.leaves(jax.jvp(lambda one, f=f, x=x, name=name: f(x | {name: one}), (x[name],), (t[name],))[1])
             for f, x, t in ((ours, arrays, along), (double, in_float32(arrays), in_float32(along)))
         )
         for x, y in zip(got, want, strict=True):
@@ -540,7 +546,8 @@ def test_groups_that_share_experts(rng):
         outputs = random_cotangents(rng, mine)
         for x in outputs:
             x[none] = np.nan
-        got = jax.jit(lambda arrays: jax.vjp(run, arrays)[1]([jnp.asarray(x) for x in outputs])[0])(arrays)
+        pull = jax.jit(lambda arrays, outputs, run=run: jax.vjp(run, arrays)[1](outputs)[0])
+        got = pull(arrays, [jnp.asarray(x) for x in outputs])
         want = oracle.cotangents(mine, *(np.nan_to_num(x) for x in outputs))
         for x in want["a"], want.get("prob"):
             for part in x:
