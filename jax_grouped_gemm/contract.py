@@ -311,7 +311,7 @@ def check_wgrad_call(options, operands):
 def _wgrad_dtype(options, total, default, shape):
     d_dtype = _output_dtype("d_dtype", options.d_dtype, default if total is None else "float32")
     if total is None:
-        _one_of("d_dtype", d_dtype, [dtype for dtype, _ in config.WGRAD_RESULTS])
+        _one_of("d_dtype", d_dtype, list(dict(config.WGRAD_RESULTS)))
         return d_dtype
     if total.shape != shape:
         symbols = "(L, N, K)" if options.d_major == "k" else "(L, K, N)"
