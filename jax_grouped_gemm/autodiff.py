@@ -214,7 +214,8 @@ def _wgrad_transpose(outputs, *operands, call):
     at = call.split([None if ad.is_undefined_primal(x) else x for x in operands])
     of_rows = contract.Call(
         call.m, call.n, call.k, call.l, "k", "dense", "bfloat16",
-        has_alpha=call.has_alpha, has_prob=False, mapped_groups=call.mapped_groups, **rows.kernel_options(call),
+        has_alpha=call.has_alpha, has_prob=False, mapped_groups=call.mapped_groups, distinct_experts=True,
+        **rows.kernel_options(call),
     )  # fmt: skip
     by = Operands(None, at.offsets, at.experts, at.alpha, None, None, (d.astype(jnp.bfloat16),))
     found = WgradOperands(*[None] * 6)

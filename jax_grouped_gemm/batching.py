@@ -32,7 +32,10 @@ def _batch_gemm(operands, dims, *, call):
 def _flat_gemm(size, call, batched, at):
     own_weights = any(batched.b)
     ends, experts, l = _groups(size, call, at, batched, own_weights)
-    flat = dataclasses.replace(call, m=size * call.m, l=l, mapped_groups=size * (call.groups + 1))
+    distinct = own_weights and (call.distinct_experts or not call.has_experts)
+    flat = dataclasses.replace(
+        call, m=size * call.m, l=l, mapped_groups=size * (call.groups + 1), distinct_experts=distinct
+    )
     operands = contract.Operands(
         _rows(size, at.a, batched.a),
         ends,

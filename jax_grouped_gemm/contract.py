@@ -41,6 +41,7 @@ class Call:
     mma_tiler_mn, cluster_shape_mn: pairs, or None where the package chooses.
     mapped_groups: None where group g is expert g's. Else the number of groups, whose experts are an operand: (groups,)
       int32, and the rows of a group with an index outside [0, L) are zero. alpha is (groups,) then, bias (groups, N).
+    distinct_experts: with mapped_groups, each expert has one group, neither none nor several.
     """
 
     m: int
@@ -60,6 +61,7 @@ class Call:
     cluster_shape_mn: tuple[int, int] | None = None
     overlap_margin: int = 0
     mapped_groups: int | None = None
+    distinct_experts: bool = False
 
     @property
     def has_experts(self):
@@ -623,6 +625,61 @@ def no_varying_axes():
     return NotImplementedError(
         "grouped_gemm has no rule yet for a shard_map that checks varying axes; pass check_vma=False to jax.shard_map, "
         "and mind that a forgotten psum is not noticed then"
+    )
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def check_logits(logits, mask):
+    _rank("logits", logits, 2, "(T, E)")
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"logits must be floating; got {logits.dtype}; cast it, e.g. logits.astype(jnp.float32)")
+    if mask is not None:
+        _vector("mask", mask, "bool", logits.shape[0], "T", "one bool per token, False for padding")
+
+
+def check_top_k(k, num_experts):
+    if not _positive(k) or k > num_experts:
+        raise ValueError(f"k must be an integer from 1 to E = {num_experts}; got {k!r}; pass the experts per token")
+
+
+def check_rows(name, array, rows, symbol, meaning):
+    if array.ndim != 2 or array.shape[0] != rows:
+        raise ValueError(f"{name} must be ({symbol}, D) with {symbol} = {rows}; got {array.shape}; pass {meaning}")
+
+
+def check_grouped_dense(rows, kernel, bias):
+    _rank("rows", rows, 2, "(M, in)")
+    if kernel.ndim != 3 or kernel.shape[1] != rows.shape[1]:
+        raise ValueError(
+            f"kernel must be (E, in, features) with in = rows.shape[1] = {rows.shape[1]}; got {kernel.shape}; "
+            "pass rows of the width that it was made for"
+        )
+    if bias is not None and bias.shape != kernel.shape[::2]:
+        raise ValueError(
+            f"bias must be (E, features) = {kernel.shape[::2]}; got {bias.shape}; pass one row of features per expert"
+        )
+
+
+def check_tokens(inputs, mask):
+    if inputs.ndim < 1:
+        raise ValueError("inputs must be (..., D); got (); pass a vector for each token")
+    if mask is not None and (mask.shape != inputs.shape[:-1] or mask.dtype != bool):
+        raise ValueError(
+            f"mask must be bool {inputs.shape[:-1]}, inputs.shape without D; got {mask.dtype} {mask.shape}; "
+            "pass one bool per token, False for padding"
+        )
+
+
+def no_flax(module):
+    return ImportError(f"{module} needs flax; got none; install it, e.g. pip install 'jax-grouped-gemm[flax]'")
+
+
+def no_explicit_rows():
+    return NotImplementedError(
+        "dispatch and combine have no rule for operands on a mesh with explicit axes; call them on each device's part "
+        "inside jax.shard_map, or make the mesh with axis_types=(jax.sharding.AxisType.Auto,)"
     )
 
 
