@@ -124,6 +124,10 @@ def difference(got, want):
     return max(map(of_array, jax.tree.leaves(got), jax.tree.leaves(want)))
 
 
+def _run(program, operands, _):
+    return program(*operands)
+
+
 def measure(layer, reps):
     progress(f"{layer.name}: compile, check")
     operands = parameters(layer)
@@ -137,7 +141,10 @@ def measure(layer, reps):
         memory = program.memory_analysis()
         record["arms"][name] = {"difference": error, "temporary_bytes": getattr(memory, "temp_size_in_bytes", None)}
     del want
-    ready = {name: Arm(lambda _, p=program: p(*operands), jax.block_until_ready) for name, program in compiled.items()}
+    ready = {
+        name: Arm(functools.partial(_run, program, operands), jax.block_until_ready)
+        for name, program in compiled.items()
+    }
     for arm in ready.values():
         calibrate(arm, reps)
     progress(f"{layer.name}: timing")
