@@ -135,7 +135,9 @@ print(len(re.findall("custom_call @jax_grouped_gemm_forward", text)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prepare", ["import jax_grouped_gemm", "import jax_grouped_gemm.plugin as p; p.initialize()"])
+@pytest.mark.parametrize(
+    "prepare", ["import jax_grouped_gemm", ""]
+)  # JAX finds the plugin where the package is installed
 @pytest.mark.parametrize(("value", "calls"), [("1", 1), ("0", 0), (None, 0)])
 def test_environment(prepare, value, calls):
     if library.MANIFEST.exists() is False:
@@ -143,6 +145,7 @@ def test_environment(prepare, value, calls):
     env = {name: text for name, text in os.environ.items() if name != acceleration.SWITCH}
     if value is not None:
         env[acceleration.SWITCH] = value
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(prepare=prepare)], env=env, capture_output=True, text=True, check=True
     )
