@@ -649,7 +649,7 @@ def check_rows(name, array, rows, symbol, meaning):
         raise ValueError(f"{name} must be ({symbol}, D) with {symbol} = {rows}; got {array.shape}; pass {meaning}")
 
 
-def check_grouped_dense(rows, kernel, bias):
+def check_grouped_dense(rows, kernel, bias, group_sizes, prob):
     _rank("rows", rows, 2, "(M, in)")
     if kernel.ndim != 3 or kernel.shape[1] != rows.shape[1]:
         raise ValueError(
@@ -660,6 +660,12 @@ def check_grouped_dense(rows, kernel, bias):
         raise ValueError(
             f"bias must be (E, features) = {kernel.shape[::2]}; got {bias.shape}; pass one row of features per expert"
         )
+    if np.shape(group_sizes) != kernel.shape[:1]:
+        raise ValueError(
+            f"group_sizes must be (E,) = {kernel.shape[:1]}; got {np.shape(group_sizes)}; pass the rows of each expert"
+        )
+    if prob is not None:
+        _vector("prob", prob, "float32", rows.shape[0], "M", "one factor per row")
 
 
 def check_tokens(inputs, mask):
