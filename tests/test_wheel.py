@@ -60,7 +60,7 @@ def test_contents(wheel):
     ):
         assert needed in names
     allowed = re.compile(
-        rf"jax_grouped_gemm/(compat/)?[a-z_]+\.(py|pyi|typed)|jax_grouped_gemm/_data/[a-z_.]+|{re.escape(info)}.*"
+        rf"jax_grouped_gemm/((compat|nn)/)?[a-z_]+\.(py|pyi|typed)|jax_grouped_gemm/_data/[a-z_.]+|{re.escape(info)}.*"
     )
     assert [name for name in names if not allowed.fullmatch(name)] == []
 
