@@ -311,7 +311,7 @@ def check_wgrad_call(options, operands):
 def _wgrad_dtype(options, total, default, shape):
     d_dtype = _output_dtype("d_dtype", options.d_dtype, default if total is None else "float32")
     if total is None:
-        _one_of("d_dtype", d_dtype, [dtype for dtype, _ in config.WGRAD_RESULTS])
+        _one_of("d_dtype", d_dtype, list(dict(config.WGRAD_RESULTS)))
         return d_dtype
     if total.shape != shape:
         symbols = "(L, N, K)" if options.d_major == "k" else "(L, K, N)"
@@ -649,7 +649,7 @@ def check_rows(name, array, rows, symbol, meaning):
         raise ValueError(f"{name} must be ({symbol}, D) with {symbol} = {rows}; got {array.shape}; pass {meaning}")
 
 
-def check_grouped_dense(rows, kernel, bias):
+def check_grouped_dense(rows, kernel, bias, group_sizes, prob):
     _rank("rows", rows, 2, "(M, in)")
     if kernel.ndim != 3 or kernel.shape[1] != rows.shape[1]:
         raise ValueError(
@@ -660,6 +660,12 @@ def check_grouped_dense(rows, kernel, bias):
         raise ValueError(
             f"bias must be (E, features) = {kernel.shape[::2]}; got {bias.shape}; pass one row of features per expert"
         )
+    if np.shape(group_sizes) != kernel.shape[:1]:
+        raise ValueError(
+            f"group_sizes must be (E,) = {kernel.shape[:1]}; got {np.shape(group_sizes)}; pass the rows of each expert"
+        )
+    if prob is not None:
+        _vector("prob", prob, "float32", rows.shape[0], "M", "one factor per row")
 
 
 def check_tokens(inputs, mask):

@@ -113,7 +113,7 @@ def _of_rows(call, wanted, at, g):
 
     owners = rows.Owners(call, at.offsets, at.experts)
     along = owners.mask(rows.dots(u, at.a))
-    prob = owners.mask(at.prob) if call.has_prob else None
+    prob = None if at.prob is None else owners.mask(at.prob)
     alpha = owners.of_groups(at.alpha) if after_alpha and at.alpha is not None else None
     found = {}
     if wanted.alpha:

@@ -204,6 +204,75 @@ def xla_product(case):
     return d
 
 
+# --- derivatives ------------------------------------------------------------------------------------------------------
+
+OPERANDS = ("a", "b", "alpha", "prob", "bias")
+
+
+def wgrad(x, y, groups, alpha=None, total=None):
+    """(x[rows].T @ y[rows] of each group, the same sums over absolute values), both (L, N, K) float64."""
+    values = np.zeros((len(groups), x.shape[1], y.shape[1]))
+    scale = np.zeros_like(values)
+    for g, (begin, end) in enumerate(groups):
+        if begin < end:
+            left, right = (array[begin:end].astype(np.float64) for array in (x, y))
+            factor = 1.0 if alpha is None else np.float64(alpha[g])
+            values[g] = factor * (left.T @ right)
+            scale[g] = abs(factor) * (np.abs(left).T @ np.abs(right))
+    if total is not None:
+        values, scale = values + total, scale + np.abs(total)
+    return values, scale
+
+
+def cotangents(case, d=None, c=None):
+    """{operand: (its cotangent, the same sums over absolute values)}, float64, of the cotangents of D and C, or None."""
+    found = {name: tuple(np.zeros(getattr(case, name).shape) for _ in range(2)) for name in present(case)}
+    for g, (begin, end) in enumerate(case.groups()):
+        if begin == end:
+            continue
+        rows = slice(begin, end)
+        of_d, of_c = (np.zeros((end - begin, 1)) if x is None else x[rows].astype(np.float64) for x in (d, c))
+        prob = np.ones((end - begin, 1)) if case.prob is None else case.prob[rows, None].astype(np.float64)
+        alpha = 1.0 if case.alpha is None else np.float64(case.alpha[g])
+        a = case.a[rows].astype(np.float64)
+        b = case.b[g].astype(np.float64)
+        b = b if case.b_major == "k" else b.T
+        for i, magnitude in enumerate((lambda x: x, np.abs)):
+            p, f, x, w = (magnitude(v) for v in (prob, alpha, a, b))
+            of_c_alone = (
+                magnitude(of_d) + magnitude(of_c) if case.bias is not None else p * magnitude(of_d) + magnitude(of_c)
+            )
+            of_c_alone = np.broadcast_to(of_c_alone, (end - begin, w.shape[0]))
+            found["a"][i][rows] = f * (of_c_alone @ w)
+            db = f * (of_c_alone.T @ x)
+            found["b"][i][g] = db if case.b_major == "k" else db.T
+            if case.alpha is not None:
+                found["alpha"][i][g] = (of_c_alone * (x @ w.T)).sum()
+            if case.prob is not None:
+                factor = f * (x @ w.T) if case.bias is None else magnitude(case.bias[g].astype(np.float64))
+                of_prob = magnitude(of_d) if case.bias is None else of_c_alone
+                found["prob"][i][rows] = (of_prob * factor).sum(axis=1)
+            if case.bias is not None:
+                found["bias"][i][g] = (p * of_c_alone).sum(axis=0)
+    return found
+
+
+def present(case):
+    return [name for name in OPERANDS if getattr(case, name) is not None]
+
+
+def assert_near(got, want, terms, *, roundings=0, what=""):
+    """want: (values, sums of absolute values). Each of the sum's terms was rounded to bfloat16 so many times before."""
+    values, scale = want
+    assert got.shape == values.shape
+    dtype = got.dtype
+    got = np.asarray(got).astype(np.float64)
+    assert not got[scale == 0].any(), f"{what} must be exactly zero where nothing is added up"
+    allowed = tolerance(values, scale, terms, dtype) + roundings * float(ml_dtypes.finfo(BF16).eps) / 2 * 1.01 * scale
+    error = np.abs(got - values) / np.maximum(allowed, np.finfo(np.float64).tiny)
+    assert (error <= 1).all(), f"{what}: {np.nanmax(error):.3g} times the tolerance, {(~(error <= 1)).sum()} elements"
+
+
 # --- weight gradients -------------------------------------------------------------------------------------------------
 
 
@@ -272,18 +341,15 @@ def make_wgrad_case(
 
 def wgrad_oracle(case):
     """(D; the same sums over absolute values), both (L, N, K) float64."""
-    values = np.zeros((case.l, case.x.shape[1], case.y.shape[1]))
-    scale = np.zeros_like(values)
+    groups = case.groups()
+    of_groups = wgrad(case.x, case.y, [(begin, end) for begin, end, _ in groups], case.alpha)
+    found = np.zeros((2, case.l, case.x.shape[1], case.y.shape[1]))
     if case.total is not None:
-        values += case.total
-        scale += np.abs(case.total)
-    for g, (begin, end, expert) in enumerate(case.groups()):
-        if begin < end and expert is not None:
-            alpha = np.float64(1 if case.alpha is None else case.alpha[g])
-            x, y = (operand[begin:end].astype(np.float64) for operand in (case.x, case.y))
-            values[expert] += alpha * (x.T @ y)
-            scale[expert] += np.abs(alpha) * (np.abs(x).T @ np.abs(y))
-    return values, scale
+        found += case.total, np.abs(case.total)
+    for g, (_, _, expert) in enumerate(groups):
+        if expert is not None:
+            found[:, expert] += [values[g] for values in of_groups]
+    return tuple(found)
 
 
 def wgrad_check(got, case):

@@ -135,7 +135,9 @@ print(len(re.findall("custom_call @jax_grouped_gemm_forward", text)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prepare", ["import jax_grouped_gemm", "import jax_grouped_gemm.plugin as p; p.initialize()"])
+@pytest.mark.parametrize(
+    "prepare", ["import jax_grouped_gemm", ""]
+)  # JAX finds the plugin where the package is installed
 @pytest.mark.parametrize(("value", "calls"), [("1", 1), ("0", 0), (None, 0)])
 def test_environment(prepare, value, calls):
     if library.MANIFEST.exists() is False:
@@ -143,6 +145,7 @@ def test_environment(prepare, value, calls):
     env = {name: text for name, text in os.environ.items() if name != acceleration.SWITCH}
     if value is not None:
         env[acceleration.SWITCH] = value
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(prepare=prepare)], env=env, capture_output=True, text=True, check=True
     )
@@ -166,7 +169,7 @@ def library_layer():
     return module
 
 
-def make_layer(experts, embed=64, hidden=32):
+def make_layer(experts, embed=64, hidden=32, dtype=jnp.bfloat16):
     from flax import nnx
 
     config = types.SimpleNamespace(
@@ -174,8 +177,8 @@ def make_layer(experts, embed=64, hidden=32):
         expert_dim=hidden,
         num_experts=experts,
         num_experts_per_tok=2,
-        dtype=jnp.bfloat16,
-        param_dtype=jnp.bfloat16,
+        dtype=dtype,
+        param_dtype=dtype,
         shd_config=types.SimpleNamespace(exp_weight_edf=None, exp_weight_efd=None),
     )
     return nnx.split(library_layer().MoERagged(config, rngs=nnx.Rngs(0)))
@@ -224,6 +227,16 @@ def test_layer_of_a_library_gives_the_same_on_the_kernels(monkeypatch):
     with jgg.accelerate():
         after = jax.jit(gradient).lower(state, x).compile()
     assert products(before) == 0 < products(after)
-    for ours, theirs in zip(jax.tree.leaves(after(state, x)), jax.tree.leaves(before(state, x)), strict=True):
-        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-        assert np.linalg.norm(ours - theirs) <= 0.01 * np.linalg.norm(theirs)
+    exact_graph, _ = make_layer(16, embed=512, hidden=256, dtype=jnp.float32)
+    exactly = jax.tree.map(lambda w: w.astype(jnp.float32), (state, x))
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(lambda *o: jax.value_and_grad(lambda *o: layer_loss(exact_graph, *o), (0, 1))(*o))(*exactly)
+
+    def errors(results):
+        for got, exact in zip(jax.tree.leaves(results), jax.tree.leaves(want), strict=True):
+            got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+            yield np.linalg.norm(got - exact) / np.linalg.norm(exact)
+
+    # What float32 would give, as closely as JAX's own products in bfloat16 do.
+    for ours, theirs in zip(errors(after(state, x)), errors(before(state, x)), strict=True):
+        assert ours <= 1.2 * theirs + 1e-3

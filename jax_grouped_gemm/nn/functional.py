@@ -39,7 +39,7 @@ def grouped_dense(rows, kernel, bias, group_sizes, prob=None, *, dtype=None, pre
     Raises:
       ValueError: shapes.
     """
-    contract.check_grouped_dense(rows, kernel, bias)
+    contract.check_grouped_dense(rows, kernel, bias, group_sizes, prob)
     rows, kernel, bias = _promote(dtype, rows, kernel, bias)
     if bias is not None and prob is not None:
         # A factor of grouped_gemm is one of the bias alone; the product is linear in its rows.

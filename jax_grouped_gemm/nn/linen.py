@@ -10,7 +10,7 @@ from jax_grouped_gemm import contract
 from jax_grouped_gemm.nn import functional
 
 try:
-    import flax.linen as nn
+    from flax import linen as nn
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise

@@ -6,6 +6,7 @@ differentiable in both modes and to any order.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,8 @@ def _axes(aval):
 
 
 def _vary(x, axes):
-    return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, axes)
+    lax: Any = jax.lax  # whose pvary became pcast
+    return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)
 
 
 def _define(primitive, transpose, function, aval):
