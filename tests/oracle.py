@@ -341,18 +341,15 @@ def make_wgrad_case(
 
 def wgrad_oracle(case):
     """(D; the same sums over absolute values), both (L, N, K) float64."""
-    values = np.zeros((case.l, case.x.shape[1], case.y.shape[1]))
-    scale = np.zeros_like(values)
+    groups = case.groups()
+    of_groups = wgrad(case.x, case.y, [(begin, end) for begin, end, _ in groups], case.alpha)
+    found = np.zeros((2, case.l, case.x.shape[1], case.y.shape[1]))
     if case.total is not None:
-        values += case.total
-        scale += np.abs(case.total)
-    for g, (begin, end, expert) in enumerate(case.groups()):
-        if begin < end and expert is not None:
-            alpha = np.float64(1 if case.alpha is None else case.alpha[g])
-            x, y = (operand[begin:end].astype(np.float64) for operand in (case.x, case.y))
-            values[expert] += alpha * (x.T @ y)
-            scale[expert] += np.abs(alpha) * (np.abs(x).T @ np.abs(y))
-    return values, scale
+        found += case.total, np.abs(case.total)
+    for g, (_, _, expert) in enumerate(groups):
+        if expert is not None:
+            found[:, expert] += [values[g] for values in of_groups]
+    return tuple(found)
 
 
 def wgrad_check(got, case):

@@ -163,46 +163,7 @@ def test_groups_that_share_experts(weights, epilogue):
     assert types(results) == [*outputs, f"{(1 if weights == 'dense' else 5) * 128}xui8"]
 
 
-# --- weight gradients -------------------------------------------------------------------------------------------------
-
-X, Y, OFFSETS = struct(64, 16), struct(64, 32), struct(4, dtype=jnp.int32)
-
-
-def wgrad_attributes(line):
-    """{name: value as text} of the custom call."""
-    (body,) = re.findall(r"mhlo\.backend_config = \{(.*?)\}", line)
-    return {name: value.removesuffix(" : i64") for name, value in re.findall(r'(\w+) = ("[^"]*"|[^,]+)', body)}
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("alpha", [False, True])
-@pytest.mark.parametrize(("d_dtype", "accumulate"), config.WGRAD_RESULTS)
-def test_wgrad(d_dtype, accumulate, alpha, dynamic):
-    """Attributes, operands, results, and the alias of what is added to."""
-
-    def run(x, y, offsets, alpha, total):
-        return grouped_gemm_wgrad(
-            x, y, offsets=offsets, alpha=alpha, accumulate_into=total, d_dtype=d_dtype, use_dynamic_sched=dynamic,
-            overlap_margin=6,
-        )  # fmt: skip
-
-    total = struct(4, 16, 32, dtype=jnp.float32) if accumulate else None
-    line = custom_call(
-        lower_for_cuda(run, X, Y, OFFSETS, struct(4, dtype=jnp.float32) if alpha else None, total), library.WGRAD
-    )
-    found = wgrad_attributes(line)
-    ending = f"{d_dtype}{'_accumulate' if accumulate else ''}"
-    for arch in config.TILES:
-        assert re.fullmatch(rf'"sm{arch}_wgrad_\d+x\d+x64_cluster\w+_{ending}"', found.pop(f"sm{arch}"))
-    flags = {"has_alpha": alpha, "accumulate": accumulate, "dynamic": dynamic, "has_experts": False}
-    flags = {name: str(value).lower() for name, value in flags.items()}
-    assert found == flags | {"overlap_margin": "6", "build_id": '"the build"'}
-    operands, results = line.rsplit(" : (", 1)[1].split(") -> ")
-    optional = (["4xf32"] if alpha else []) + (["4x16x32xf32"] if accumulate else [])
-    assert types(operands) == ["64x16xbf16", "64x32xbf16", "4xi32", *optional]
-    assert types(results) == [f"4x16x32x{SHORT[d_dtype]}"] + (["128xui8"] if dynamic else [])
-    aliases = re.findall(r"output_operand_alias<output_tuple_indices = \[(\d*)\], operand_index = (\d+)", line)
-    assert aliases == ([("0" if dynamic else "", str(3 + alpha))] if accumulate else [])
+# --- weight gradients; more in test_wgrad.py -------------------------------------------------------------------------------------------------
 
 
 def test_wgrad_of_groups_with_experts():
@@ -211,25 +172,14 @@ def test_wgrad_of_groups_with_experts():
         m=64, n=16, k=32, l=4, d_dtype="float32", has_alpha=True, mapped_groups=7, implementation=None
     )
     ints, floats = struct(7, dtype=jnp.int32), struct(7, dtype=jnp.float32)
-    given = contract.WgradOperands(X, Y, ints, ints, floats, None)
+    given = contract.WgradOperands(struct(64, 16), struct(64, 32), ints, ints, floats, None)
     line = custom_call(
         lower_for_cuda(lambda *flat: wgrad_call.grouped_wgrad(call, call.split(flat)), *call.flat(given)), library.WGRAD
     )
-    assert wgrad_attributes(line)["has_experts"] == "true"
+    assert "has_experts = true" in line
     operands, results = line.rsplit(" : (", 1)[1].split(") -> ")
     assert types(operands) == ["64x16xbf16", "64x32xbf16", "7xi32", "7xi32", "7xf32"]
     assert types(results) == ["4x16x32xf32"]
-
-
-def test_wgrad_results_in_the_other_order():
-    """(L, K, N) is the same product with X and Y exchanged."""
-    line = custom_call(
-        lower_for_cuda(lambda x, y, offsets: grouped_gemm_wgrad(x, y, offsets=offsets, d_major="n"), X, Y, OFFSETS),
-        library.WGRAD,
-    )
-    operands, results = line.rsplit(" : (", 1)[1].split(") -> ")
-    assert types(operands) == ["64x32xbf16", "64x16xbf16", "4xi32"]
-    assert types(results) == ["4x32x16xbf16"]
 
 
 def test_wgrad_kernel_names_are_compiled_variants():
@@ -242,17 +192,6 @@ def test_wgrad_kernel_names_are_compiled_variants():
         )
         asked.add(wgrad_call.kernel_name(arch, call))
     assert asked == names
-
-
-@pytest.mark.parametrize("arch", config.TILES)
-def test_every_wgrad_tile_has_a_name_for_callers(arch):
-    for tile in config.TILES[arch]:
-        wish = {"mma_tiler_mn": tile.mma_tiler_mn, "cluster_shape_mn": tile.cluster_shape_mn}
-        line = custom_call(
-            lower_for_cuda(lambda *a, wish=wish: grouped_gemm_wgrad(*a[:2], offsets=a[2], **wish), X, Y, OFFSETS),
-            library.WGRAD,
-        )
-        assert f"_{tile}_" in kernel_names(line)[arch]
 
 
 def test_wgrad_without_anything_to_add_up():

@@ -44,13 +44,23 @@ def forward_problems(tile):
     # cluster rows than a band.
     sizes = [0] * 128
     sizes[0], sizes[20], sizes[70], sizes[94] = 40, 9 * rows + 3, 40, 1
+    # Each its own expert, but for one that has none, and one that shares another's.
+    experts = [*range(127, -1, -1)]
+    experts[0], experts[94] = -(2**31), experts[70]
     return (
         # One cluster does it all: more tiles than three times the accumulators, an odd number of K blocks, more of them in
         # all than there are stages.
         Problem("ragged", (rows, rows + 1, rows + 1, 2 * rows + 3), 3 * rows + 40, cols + 8, 3 * 64 - 24),
         # Several clusters share the tiles, by the counter; one K block.
         Problem(
-            "many groups", tuple(np.cumsum(sizes).tolist()), sum(sizes) + 9, cols + 16, 16, clusters=2, dynamic=True
+            "many groups",
+            tuple(np.cumsum(sizes).tolist()),
+            sum(sizes) + 9,
+            cols + 16,
+            16,
+            clusters=2,
+            dynamic=True,
+            experts=tuple(experts),
         ),
         # Ends of any value: every one is clamped. N ends in the second half of a tile.
         # Groups share experts, or have none.

@@ -17,6 +17,10 @@ PACKAGE = pathlib.Path(jax_grouped_gemm.__file__).parent
 HOPPER = "sm90_forward_128x192x64_cluster2x1_bn_pointers_bfloat16_bias"
 BLACKWELL = "sm100_forward_128x256x64_cluster2x1_pair_bk_dense_float16_scaled"
 BLACKWELL_ONE = "sm100_forward_128x256x64_cluster1x1_bn_pointers_16bit_c_16bit"
+WGRAD_ONE = "sm90_wgrad_128x128x64_cluster1x1_bfloat16"
+WGRAD_ADDS = "sm90_wgrad_128x192x64_cluster2x1_float32_accumulate"
+WGRAD_PAIR = "sm100_wgrad_128x256x64_cluster2x1_pair_bfloat16"
+WGRAD_STORES = "sm100_wgrad_128x256x64_cluster1x1_float32"
 
 # kernel, module, what stands there (once), what is put in its place, kinds of fault that would be right
 MISTAKES = {
@@ -30,8 +34,8 @@ MISTAKES = {
     "a tile is given back before all lanes have read it": (
         BLACKWELL,
         "scheduler",
-        "col = ring.s_tiles[3, state.index]\n        cute.arch.sync_warp()",
-        "col = ring.s_tiles[3, state.index]",
+        "for i in range(TILE_WORDS)]\n        cute.arch.sync_warp()",
+        "for i in range(TILE_WORDS)]",
         {"race"},
     ),
     "a claim is overwritten before every CTA has heard it": (
@@ -51,7 +55,7 @@ MISTAKES = {
     "ends are not clamped": (
         HOPPER,
         "scheduler",
-        "end = cutlass.min(g_offsets[chunk + lane], m)",
+        "end = cutlass.min(g_offsets[chunk + lane], problem.m)",
         "end = g_offsets[chunk + lane]",
         {"bounds", "result", "limit", "work", "unwritten"},
     ),
@@ -113,10 +117,153 @@ MISTAKES = {
     ),
     "a tensor map in memory is not acquired": (
         HOPPER,
-        "gemm_sm90",
-        "                    cpasync.fence_tma_desc_acquire(map_b)\n",
+        "forward",
+        "        cpasync.fence_tma_desc_acquire(map_b)\n",
         "",
         {"proxy"},
+    ),
+    # --- groups that share experts, or have none: two problems of the sweep's forward ones. (An index past the last expert need not be looked for: who
+    # compares with L finds no expert there either.)
+    "the list of experts is not read": (
+        HOPPER,
+        "scheduler",
+        "if problem.experts.toint() != 0:",
+        "if problem.experts.toint() == 1:",
+        {"bounds", "result"},
+    ),
+    "an expert before the first is taken for one": (
+        BLACKWELL,
+        "scheduler",
+        "if expert < 0 or expert >= problem.l:",
+        "if expert >= problem.l:",
+        {"deadlock", "unwritten", "result", "race"},
+    ),
+    "rows without an expert are multiplied": (
+        BLACKWELL,
+        "forward",
+        " if expert < problem.l else 0",
+        "",
+        {"result", "work", "bounds"},
+    ),
+    "the bias is the expert's, not the group's": (
+        HOPPER,
+        "gemm_sm90",
+        "bias.fetch(problem, expert, group, col)",
+        "bias.fetch(problem, expert, expert, col)",
+        {"result"},
+    ),
+    "alpha is the expert's, not the group's": (
+        BLACKWELL,
+        "gemm_sm100",
+        "epilogue.load_scale(problem.alpha, group, computed)",
+        "epilogue.load_scale(problem.alpha, expert, computed)",
+        {"result", "bounds"},
+    ),
+    # --- weight gradients
+    "rows of X past a group's end are loaded": (
+        WGRAD_ONE,
+        "wgrad",
+        "self._block(m_a, columns, begin, end, row, block)",
+        "self._block(m_a, columns, begin, end + self.tile.k, row, block)",
+        {"result"},
+    ),
+    "rows of Y past a group's end are loaded": (
+        WGRAD_PAIR,
+        "wgrad",
+        "self._block(m_b, columns, begin, end, col, block)",
+        "self._block(m_b, columns, begin, end + self.tile.k, col, block)",
+        {"result"},
+    ),
+    "a load is cut one row late": (
+        WGRAD_ADDS,
+        "operands",
+        "rows = cutlass.min(row_end - row, box_rows)",
+        "rows = cutlass.min(row_end - row + 1, box_rows)",
+        {"result"},
+    ),
+    "a load does not go around": (
+        WGRAD_ONE,
+        "operands",
+        "return WRAP - rows, row + rows, WRAP",
+        "return WRAP - rows, row + rows, WRAP - 1",
+        {"bounds"},
+    ),
+    "the last rows of a group are left out": (
+        WGRAD_PAIR,
+        "wgrad",
+        "cute.ceil_div(end - begin, self.tile.k)",
+        "(end - begin) // self.tile.k",
+        {"result", "work"},
+    ),
+    "begin and end are exchanged": (
+        WGRAD_ADDS,
+        "scheduler",
+        "return expert, group, begin, end, row, col",
+        "return expert, group, end, begin, row, col",
+        {"result", "work"},
+    ),
+    "a result goes where the group is, not its expert": (
+        WGRAD_ONE,
+        "scheduler",
+        "return expert, group, begin, end, row, col",
+        "return group, group, begin, end, row, col",
+        {"result", "unwritten", "race"},
+    ),
+    "a result before the first is made": (
+        WGRAD_PAIR,
+        "scheduler",
+        "if expert < 0 or expert >= problem.l:",
+        "if expert >= problem.l:",
+        {"deadlock", "unwritten", "result", "race"},
+    ),
+    "alpha of a group without rows is not zeroed": (
+        WGRAD_ONE,
+        "gemm_sm90",
+        "problem.alpha, group, num_blocks > 0)",
+        "problem.alpha, group, num_blocks >= 0)",
+        {"result"},
+    ),
+    "what should be added is stored": (
+        WGRAD_ADDS,
+        "wgrad",
+        "if variant.accumulate:",
+        "if not variant:",
+        {"result"},
+    ),
+    "what should be stored is added": (
+        WGRAD_STORES,
+        "wgrad",
+        "if variant.accumulate:",
+        "if variant:",
+        {"uninitialized", "result", "unwritten"},
+    ),
+    "groups without rows add zeros": (
+        WGRAD_ADDS,
+        "scheduler",
+        "            if begin == end:\n                rows = Int32(0)\n",
+        "            pass\n",
+        {"work"},
+    ),
+    "groups without rows store nothing": (
+        WGRAD_STORES,
+        "scheduler",
+        "if cutlass.const_expr(self.accumulate):",
+        "if cutlass.const_expr(True):",
+        {"unwritten"},
+    ),
+    "a band that is not full is taken for a full one": (
+        WGRAD_PAIR,
+        "scheduler",
+        "band_rows = cutlass.min(num_rows - band * BAND, BAND)",
+        "band_rows = Int32(BAND)",
+        {"result", "unwritten", "work"},
+    ),
+    "tiles of the result are counted by the wrong extent": (
+        WGRAD_ADDS,
+        "scheduler",
+        "        return problem.k\n",
+        "        return problem.n\n",
+        {"result", "unwritten", "work"},
     ),
 }
 
@@ -131,7 +278,8 @@ def planted(request, tmp_path_factory):
     text = source.read_text()
     assert text.count(old) == 1, "the sources have changed: plant it anew"
     source.write_text(text.replace(old, new))
-    (variant,) = (variant for arch in config.TILES for variant in config.variants(arch) if variant.name == name)
+    every = (variant for arch in config.TILES for variant in config.variants(arch) + config.wgrad_variants(arch))
+    (variant,) = (variant for variant in every if variant.name == name)
     program = pathlib.Path(__file__).with_name("compile_planted.py")
     subprocess.run(
         [sys.executable, program, str(variant.arch), name, folder / "ptx"],
