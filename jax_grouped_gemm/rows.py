@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from jax_grouped_gemm import contract, reference, wgrad_call
+from jax_grouped_gemm import contract, meshes, reference, wgrad_call
 
 
 class Owners:
@@ -41,6 +41,7 @@ class Owners:
 
 def _last_at_most(ends, row):
     """How many of the ends are at most the row: the index of the group that it is in."""
+    ends, row = meshes.alike([ends, row])  # some versions' searchsorted does not
     return jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
 
 
