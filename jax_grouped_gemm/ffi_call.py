@@ -185,12 +185,10 @@ def register(primitive, implementation, rule=None):
 
     def lowering(platform):
         def lower(ctx, *operands, call):
+            run = functools.partial(implementation, platform, call=call)
             if rule is not None and partitioning.is_automatic(ctx.module_context):
                 run = functools.partial(partitioning.automatic, primitive, rule(call))
-            else:
-                run = functools.partial(implementation, platform, call=call)
-            ctx = ctx.replace(avals_in=meshes.plain(ctx.avals_in), avals_out=meshes.plain(ctx.avals_out))
-            return mlir.lower_fun(meshes.without(run), multiple_results=True)(ctx, *operands)
+            return meshes.lower(run, ctx, operands)
 
         return lower
 

@@ -4,12 +4,13 @@ What versions of JAX spell differently is here.
 """
 
 import functools
+import importlib
 
 import jax
 from jax._src.mesh import empty_abstract_mesh, use_abstract_mesh
+from jax.interpreters import mlir
 
 from jax_grouped_gemm import contract
-
 
 # --- varying axes -----------------------------------------------------------------------------------------------------
 
@@ -63,15 +64,21 @@ def explicit(dims, operands):
     """
     found = None
     for x in operands:
-        mesh = jax.typeof(x).sharding.mesh
-        if jax.sharding.AxisType.Explicit not in (mesh.axis_types or ()):
+        sharding = jax.typeof(x).sharding
+        if not has_explicit(sharding):
             continue
+        mesh = sharding.mesh
         if found is not None and mesh != found:
             raise contract.different_meshes(found, mesh)
         found = mesh
     if found is None:
         return None, None
     return found, [axes_of(letters, jax.typeof(x).sharding.spec) for letters, x in zip(dims, operands, strict=True)]
+
+
+def has_explicit(sharding):
+    """Whether it is one on a mesh with explicit axes, in a type; None is not."""
+    return sharding is not None and jax.sharding.AxisType.Explicit in (sharding.mesh.axis_types or ())
 
 
 def computed(run, mesh, specs, operands):
@@ -88,9 +95,7 @@ def computed(run, mesh, specs, operands):
 def _auto_axes():
     if hasattr(jax.sharding, "auto_axes"):  # since JAX 0.7
         return jax.sharding.auto_axes
-    from jax.experimental import shard
-
-    return shard.auto_axes
+    return importlib.import_module("jax.experimental.shard").auto_axes
 
 
 # --- one device's part ------------------------------------------------------------------------------------------------
@@ -100,16 +105,18 @@ def without(function):
     """The function, which does not know of any mesh, traced as if there were none: the context is that of the whole program."""
 
     @functools.wraps(function)
-    def run(*arguments, **options):
+    def run(*arguments):
         with use_abstract_mesh(empty_abstract_mesh):
-            return function(*arguments, **options)
+            return function(*arguments)
 
     return run
 
 
-def plain(avals):
-    """These types for such a function."""
-    return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+def lower(function, ctx, operands, multiple_results=True):
+    """Lowers the function in place of a primitive, with the types of its operands and results as they are without a mesh."""
+    plain = lambda avals: [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+    ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
+    return mlir.lower_fun(without(function), multiple_results=multiple_results)(ctx, *operands)
 
 
 # --- specs ------------------------------------------------------------------------------------------------------------

@@ -31,19 +31,19 @@ def bind(primitive, rule, operands):
 
 
 def is_automatic(module_context):
-    """Whether XLA partitions the program that is being lowered, outside of shard_map."""
+    """Whether XLA partitions the program that is being lowered, at this place in it."""
     context = module_context.axis_context
     manual = getattr(context, "manual_axes", None)
-    if manual is None:
-        automatic = getattr(context, "num_devices", 1) > 1
-    else:
-        left = [name for name in context.mesh.axis_names if name not in manual and context.mesh.shape[name] > 1]
-        if left and manual:
+    if manual is not None:
+        left = [name for name, size in context.mesh.shape.items() if size > 1 and name not in manual]
+        if left:  # XLA aborts the process where a rule of custom_partitioning has it move anything there
             raise contract.partly_manual(left)
-        automatic = bool(left)
-    if automatic and module_context.lowering_parameters.for_export:
+        return False
+    if getattr(context, "num_devices", 1) == 1:
+        return False
+    if module_context.lowering_parameters.for_export:
         raise contract.no_partitioning_in_export()
-    return automatic
+    return True
 
 
 def automatic(primitive, rule, *operands):
