@@ -87,10 +87,8 @@ WGRAD_NUMBERS = {
 def _ragged_dot(inputs):
     if inputs.product == "wgrad":
         numbers = jax.lax.RaggedDotDimensionNumbers(**WGRAD_NUMBERS)
-        function = functools.partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
-    else:
-        function = jax.lax.ragged_dot
-    return _first_set(inputs, function)
+        return _first_set(inputs, functools.partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers))
+    return _first_set(inputs, jax.lax.ragged_dot)
 
 
 def _tokamax(inputs):

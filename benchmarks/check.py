@@ -45,8 +45,8 @@ def _wgrad_reference(x, y, ends, window):
     def group(_, span):
         begin, end = span
         inside = jnp.arange(window)[:, None] < end - begin
-        rows = (jnp.where(inside, lax.dynamic_slice_in_dim(operand, begin, window), 0) for operand in (x, y))
-        return None, lax.dot_general(*rows, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        of_x, of_y = (jnp.where(inside, lax.dynamic_slice_in_dim(operand, begin, window), 0) for operand in (x, y))
+        return None, lax.dot_general(of_x, of_y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
     begins = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
     return lax.scan(group, None, (begins, ends))[1]

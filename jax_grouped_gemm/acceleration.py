@@ -1,6 +1,7 @@
 """One line for existing code: `jax.lax.ragged_dot`, in whichever library it is called, on the kernels."""
 
 import os
+from typing import Any
 
 import jax
 from jax._src.dispatch import prim_requires_devices_during_lowering
@@ -12,7 +13,8 @@ from jax_grouped_gemm import ffi_call, meshes, ragged
 SWITCH = "JAX_GROUPED_GEMM_ACCELERATE"
 PLATFORM = "cuda"
 
-_jax_entry = None  # how JAX lowers the primitive, while we do
+# How JAX lowers the primitive, while we do: (its rule for the platform or None, its rule for all platforms or None).
+_jax_rules: Any = None
 
 
 class accelerate:
@@ -48,7 +50,7 @@ class accelerate:
 
 def active():
     """Whether products of JAX's are lowered to the kernels now."""
-    return _jax_entry is not None
+    return _jax_rules is not None
 
 
 def enabled_by_environment():
@@ -57,23 +59,22 @@ def enabled_by_environment():
 
 def _set(on):
     """JAX has a public way to register a lowering, and none to read or remove one."""
-    global _jax_entry
+    global _jax_rules
     if on == active():
         return
     rules = mlir._platform_specific_lowerings[PLATFORM]
     if on:
-        # None: the rule is the same for all platforms.
-        _jax_entry = rules.get(ragged_dot_general_p), mlir._lowerings.get(ragged_dot_general_p)
+        _jax_rules = rules.get(ragged_dot_general_p), mlir._lowerings.get(ragged_dot_general_p)
         mlir.register_lowering(ragged_dot_general_p, _lower, platform=PLATFORM)
         prim_requires_devices_during_lowering.add(ragged_dot_general_p)  # as those that it becomes do
     else:
-        own, _ = _jax_entry
+        own, _ = _jax_rules
         if own is None:
             del rules[ragged_dot_general_p]
         else:
             rules[ragged_dot_general_p] = own
         prim_requires_devices_during_lowering.discard(ragged_dot_general_p)
-        _jax_entry = None
+        _jax_rules = None
     jax.clear_caches()
 
 
@@ -82,8 +83,9 @@ def _lower(ctx, lhs, rhs, group_sizes, **parameters):
     if not callable(plan):
         if plan:
             ffi_call.log_once(f"jax.lax.ragged_dot is JAX's own: {plan}")
-        entry = _jax_entry[0] or _jax_entry[1]
-        rule = getattr(entry, "rule", entry)  # newer versions keep more than the rule
+        own, of_all = _jax_rules
+        rule: Any = own or of_all
+        rule = getattr(rule, "rule", rule)  # newer versions keep more than the rule
         return rule(ctx, lhs, rhs, group_sizes, **parameters)
     return meshes.lower(plan, ctx, (lhs, rhs, group_sizes), multiple_results=False)
 

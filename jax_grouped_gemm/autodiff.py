@@ -108,9 +108,8 @@ def _tangent(*operands, call):
         values = _bias_tangent(of, at, moving)
         for found in terms:
             found.append(values)
-    nothing = jnp.zeros((of.m, of.n))
     return [
-        sum(found[1:], found[0] if found else nothing).astype(dtype)
+        sum(found[1:], found[0]).astype(dtype) if found else jnp.zeros((of.m, of.n), dtype)
         for found, dtype in zip(terms, of.output_dtypes, strict=True)
     ]
 
@@ -158,7 +157,7 @@ def _tangent_batch(operands, dims, *, call):
     return outputs, [0] * len(outputs)
 
 
-# --- transposes of both ---------------------------------------------------------------------------------------
+# --- transposes of both -----------------------------------------------------------------------------------------------
 
 
 def _transpose(outputs, *operands, call):
@@ -195,14 +194,13 @@ def _listed(there, named, operands):
 def _wgrad_jvp(primals, tangents, *, call):
     at = call.split(primals)
     moving = call.split([None if type(tangent) is ad.Zero else tangent for tangent in tangents])
-    alone = dataclasses.replace(call, accumulate=False)
-    terms = [
-        grouped_wgrad(alone, at._replace(total=None, **{name: getattr(moving, name)}))
-        for name in ("x", "y", "alpha")
-        if getattr(moving, name) is not None
-    ]
-    terms += [] if moving.total is None else [moving.total]
-    return grouped_wgrad_p.bind(*primals, call=call), [sum(terms[1:], terms[0])]
+    factors = [name for name in ("x", "y", "alpha") if getattr(moving, name) is not None]
+    terms = [] if moving.total is None else [moving.total]
+    d_dtype = "float32" if len(factors + terms) > 1 else call.d_dtype
+    term = dataclasses.replace(call, accumulate=False, d_dtype=d_dtype)
+    at = at._replace(total=None)
+    terms += [grouped_wgrad(term, at._replace(**{name: getattr(moving, name)})) for name in factors]
+    return grouped_wgrad_p.bind(*primals, call=call), [sum(terms[1:], terms[0]).astype(call.d_dtype)]
 
 
 def _wgrad_transpose(outputs, *operands, call):
@@ -213,7 +211,8 @@ def _wgrad_transpose(outputs, *operands, call):
     at = call.split([None if ad.is_undefined_primal(x) else x for x in operands])
     of_rows = contract.Call(
         call.m, call.n, call.k, call.l, "k", "dense", "bfloat16",
-        has_alpha=call.has_alpha, has_prob=False, mapped_groups=call.mapped_groups, **rows.kernel_options(call),
+        has_alpha=call.has_alpha, has_prob=False, mapped_groups=call.mapped_groups, distinct_experts=True,
+        **rows.kernel_options(call),
     )  # fmt: skip
     by = Operands(None, at.offsets, at.experts, at.alpha, None, None, (d.astype(jnp.bfloat16),))
     found = WgradOperands(*[None] * 6)

@@ -1,9 +1,9 @@
 """vmap of the two primitives: a batch of calls is one call with more groups, where its rows can be laid end to end.
 
 Every call of the batch has its groups and, so that the rows past its last group belong to none, a last one without an
-expert. Weights that are not batched are shared by way of `experts`, and not copied. Batched rows of `a` (of both x and y)
-are needed, and extents within the contract's limits; else, and where arrays of a tuple are batched, the calls run one
-after the other in a loop.
+expert. Weights that are not batched are shared by way of `experts`, and not copied. Needed are batched rows of `a`, or of
+x and y (the narrower of which is repeated if it is not), and extents within the contract's limits; else, and where arrays
+of a tuple are batched, the calls run one after the other in a loop.
 """
 
 import dataclasses
@@ -32,7 +32,10 @@ def _batch_gemm(operands, dims, *, call):
 def _flat_gemm(size, call, batched, at):
     own_weights = any(batched.b)
     ends, experts, l = _groups(size, call, at, batched, own_weights)
-    flat = dataclasses.replace(call, m=size * call.m, l=l, mapped_groups=size * (call.groups + 1))
+    distinct = own_weights and (call.distinct_experts or not call.has_experts)
+    flat = dataclasses.replace(
+        call, m=size * call.m, l=l, mapped_groups=size * (call.groups + 1), distinct_experts=distinct
+    )
     operands = contract.Operands(
         _rows(size, at.a, batched.a),
         ends,
@@ -48,7 +51,12 @@ def _flat_gemm(size, call, batched, at):
 def _batch_wgrad(operands, dims, *, call):
     size, operands = _leading(operands, dims)
     batched = call.split([dim is not None for dim in dims])
-    if batched.x and batched.y and _fits(size, call):
+    wider = [
+        is_batched
+        for is_batched, columns in ((batched.x, call.n), (batched.y, call.k))
+        if columns == max(call.n, call.k)
+    ]
+    if any(wider) and _fits(size, call):
         d = _flat_wgrad(size, call, batched, call.split(operands))
     else:
         d = _loop(lambda *flat: grouped_wgrad(call, call.split(flat)), operands, dims)

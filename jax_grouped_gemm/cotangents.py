@@ -63,22 +63,26 @@ def _of_weights(call, at, g):
     owners = rows.Owners(call, at.offsets, at.experts)
     if at.prob is not None:
         scale = owners.mask(at.prob)
-    if call.has_experts and alpha is not None:  # groups of one expert may differ in it
+    sums = call.has_experts and not call.distinct_experts  # of the groups of one expert
+    if sums and alpha is not None:  # they may differ in it
         of_rows, alpha = owners.of_groups(alpha), None
         scale = of_rows if scale is None else scale * of_rows
     if scale is not None and call.n <= call.k:
         x = _scaled(scale, x).astype(jnp.bfloat16)
     elif scale is not None:
         y = _scaled(scale, y).astype(jnp.bfloat16)
-    if call.has_experts:
-        offsets, x, y = rows.by_expert(call, offsets, at.experts, x, y)
+    experts, mapped_groups = at.experts, call.mapped_groups
+    if sums:
+        offsets, x, y = rows.by_expert(call, offsets, experts, x, y)
+        experts = mapped_groups = None
     n, k = call.n, call.k
     if call.b_major == "n":
         x, y, n, k = y, x, k, n
     wgrad = contract.WgradCall(
-        call.m, n, k, call.l, "bfloat16", has_alpha=alpha is not None, **rows.kernel_options(call)
-    )
-    return grouped_wgrad(wgrad, WgradOperands(x, y, offsets, None, alpha, None)), scale is not None or call.has_experts
+        call.m, n, k, call.l, "bfloat16", has_alpha=alpha is not None, mapped_groups=mapped_groups,
+        **rows.kernel_options(call),
+    )  # fmt: skip
+    return grouped_wgrad(wgrad, WgradOperands(x, y, offsets, experts, alpha, None)), scale is not None or sums
 
 
 def _of_rows(call, wanted, at, g):
@@ -99,6 +103,7 @@ def _of_rows(call, wanted, at, g):
         has_alpha=call.has_alpha and not after_alpha,
         has_prob=call.has_prob and not after_prob,
         mapped_groups=call.mapped_groups,
+        distinct_experts=call.distinct_experts,
         **rows.kernel_options(call),
     )
     factors = {"alpha": at.alpha if dgrad.has_alpha else None, "prob": at.prob if dgrad.has_prob else None}
@@ -108,7 +113,7 @@ def _of_rows(call, wanted, at, g):
 
     owners = rows.Owners(call, at.offsets, at.experts)
     along = owners.mask(rows.dots(u, at.a))
-    prob = owners.mask(at.prob) if call.has_prob else None
+    prob = None if at.prob is None else owners.mask(at.prob)
     alpha = owners.of_groups(at.alpha) if after_alpha and at.alpha is not None else None
     found = {}
     if wanted.alpha:

@@ -129,7 +129,7 @@ def _stacked_weights(platform, call, operands):
     ends, m = operands.offsets, call.m
     if call.has_experts:  # only weights that some group with rows needs are read: give each of those one row
         begin, end = reference.bounds(operands.offsets, m)
-        needs = (begin < end)[:, None] & (operands.experts[:, None] == jnp.arange(call.l, dtype=jnp.int32))
+        needs = (begin < end)[:, None] & (operands.experts[:, None] == jnp.arange(call.l, dtype=jnp.int32)[None])
         ends, m = jnp.cumsum(needs.any(axis=0), dtype=jnp.int32), call.l
     gather = jax.ffi.ffi_call(library.GATHER_WEIGHTS, jax.ShapeDtypeStruct(call.b_shape, jnp.bfloat16))
     return gather(*operands.b, ends, m=np.int64(m))

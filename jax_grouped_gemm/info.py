@@ -45,13 +45,14 @@ def _build():
 
 
 def _architecture(kernels):
-    forward = [kernel for kernel in kernels if kernel["kind"] == "forward"]
+    forward, wgrad = ([kernel for kernel in kernels if kernel["kind"] == kind] for kind in ("forward", "wgrad"))
     found = sorted({(*kernel["tile"], *kernel["cluster"]) for kernel in forward})
     tiles = [config.Tile(m, n, cluster_m=rows, cluster_n=columns) for m, n, rows, columns in found]
     return {
         "target": kernels[0]["target"],
         "kernels": len(kernels),
         "forward_kernels": len(forward),
+        "wgrad_kernels": len(wgrad),
         "tiles": [f"mma_tiler_mn={tile.mma_tiler_mn}, cluster_shape_mn={tile.cluster_shape_mn}" for tile in tiles],
     }
 
@@ -123,7 +124,8 @@ def _build_lines(build):
         return ["  none: nothing was built"]
     lines = [f"  build {build['build_id']}, CUTLASS DSL {build['dsl_version'] or 'unknown'}"]
     for arch in build["architectures"].values():
-        lines.append(f"  {arch['target']}: {arch['kernels']} kernels, {arch['forward_kernels']} of them forward")
+        kinds = f"{arch['forward_kernels']} of them forward, {arch['wgrad_kernels']} for weight gradients"
+        lines.append(f"  {arch['target']}: {arch['kernels']} kernels, {kinds}")
         lines += [f"    {tile}" for tile in arch["tiles"]]
     return lines
 

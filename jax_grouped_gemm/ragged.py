@@ -191,7 +191,7 @@ def _kept(dims, dtype, offset):
     shape = (*dims.prefixes, dims.rows, *dims.lhs_sizes(dims.inner), *dims.rhs_sizes(dims.kept_rhs))
     mapped = None if len(experts) == 1 and not offset else len(experts) * (local + (len(experts) > 1) + offset)
     call = contract.Call(
-        m, n, k, l, b_major, "dense", dtype, False, False, None, mapped_groups=mapped,
+        m, n, k, l, b_major, "dense", dtype, False, False, None, mapped_groups=mapped, distinct_experts=outer == 1,
     )  # fmt: skip
 
     def product(lhs, rhs, group_sizes, group_offset=None):
@@ -275,6 +275,9 @@ def _of_jax(lhs, rhs, group_sizes, numbers, output, group_offset, out_sharding):
     sharded = {} if out_sharding is None else {"out_sharding": out_sharding}
 
     def product(lhs, rhs):
+        if _mode(numbers) == "batch":  # what JAX lowers it to, with derivatives, which it lacks for its own name
+            batched = functools.partial(jax.lax.dot_general, dimension_numbers=numbers.dot_dimension_numbers)
+            return batched(lhs, rhs, precision=precision, preferred_element_type=preferred, **sharded)
         return jax.lax.ragged_dot_general(
             lhs, rhs, group_sizes, numbers, precision=precision, preferred_element_type=preferred, **sharded
         )

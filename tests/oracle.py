@@ -202,3 +202,175 @@ def xla_product(case):
         values = last if case.bias is None else values + last
         d[begin:end] = np.asarray(values.astype(case.d_dtype))
     return d
+
+
+# --- derivatives ------------------------------------------------------------------------------------------------------
+
+OPERANDS = ("a", "b", "alpha", "prob", "bias")
+
+
+def wgrad(x, y, groups, alpha=None, total=None):
+    """(x[rows].T @ y[rows] of each group, the same sums over absolute values), both (L, N, K) float64."""
+    values = np.zeros((len(groups), x.shape[1], y.shape[1]))
+    scale = np.zeros_like(values)
+    for g, (begin, end) in enumerate(groups):
+        if begin < end:
+            left, right = (array[begin:end].astype(np.float64) for array in (x, y))
+            factor = 1.0 if alpha is None else np.float64(alpha[g])
+            values[g] = factor * (left.T @ right)
+            scale[g] = abs(factor) * (np.abs(left).T @ np.abs(right))
+    if total is not None:
+        values, scale = values + total, scale + np.abs(total)
+    return values, scale
+
+
+def cotangents(case, d=None, c=None):
+    """{operand: (its cotangent, the same sums over absolute values)}, float64, of the cotangents of D and C, or None."""
+    found = {name: tuple(np.zeros(getattr(case, name).shape) for _ in range(2)) for name in present(case)}
+    for g, (begin, end) in enumerate(case.groups()):
+        if begin == end:
+            continue
+        rows = slice(begin, end)
+        of_d, of_c = (np.zeros((end - begin, 1)) if x is None else x[rows].astype(np.float64) for x in (d, c))
+        prob = np.ones((end - begin, 1)) if case.prob is None else case.prob[rows, None].astype(np.float64)
+        alpha = 1.0 if case.alpha is None else np.float64(case.alpha[g])
+        a = case.a[rows].astype(np.float64)
+        b = case.b[g].astype(np.float64)
+        b = b if case.b_major == "k" else b.T
+        for i, magnitude in enumerate((lambda x: x, np.abs)):
+            p, f, x, w = (magnitude(v) for v in (prob, alpha, a, b))
+            of_c_alone = (
+                magnitude(of_d) + magnitude(of_c) if case.bias is not None else p * magnitude(of_d) + magnitude(of_c)
+            )
+            of_c_alone = np.broadcast_to(of_c_alone, (end - begin, w.shape[0]))
+            found["a"][i][rows] = f * (of_c_alone @ w)
+            db = f * (of_c_alone.T @ x)
+            found["b"][i][g] = db if case.b_major == "k" else db.T
+            if case.alpha is not None:
+                found["alpha"][i][g] = (of_c_alone * (x @ w.T)).sum()
+            if case.prob is not None:
+                factor = f * (x @ w.T) if case.bias is None else magnitude(case.bias[g].astype(np.float64))
+                of_prob = magnitude(of_d) if case.bias is None else of_c_alone
+                found["prob"][i][rows] = (of_prob * factor).sum(axis=1)
+            if case.bias is not None:
+                found["bias"][i][g] = (p * of_c_alone).sum(axis=0)
+    return found
+
+
+def present(case):
+    return [name for name in OPERANDS if getattr(case, name) is not None]
+
+
+def assert_near(got, want, terms, *, roundings=0, what=""):
+    """want: (values, sums of absolute values). Each of the sum's terms was rounded to bfloat16 so many times before."""
+    values, scale = want
+    assert got.shape == values.shape
+    dtype = got.dtype
+    got = np.asarray(got).astype(np.float64)
+    assert not got[scale == 0].any(), f"{what} must be exactly zero where nothing is added up"
+    allowed = tolerance(values, scale, terms, dtype) + roundings * float(ml_dtypes.finfo(BF16).eps) / 2 * 1.01 * scale
+    error = np.abs(got - values) / np.maximum(allowed, np.finfo(np.float64).tiny)
+    assert (error <= 1).all(), f"{what}: {np.nanmax(error):.3g} times the tolerance, {(~(error <= 1)).sum()} elements"
+
+
+# --- weight gradients -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class WgradCase:
+    """d[expert of g] = alpha[g] x[rows of g].T y[rows of g], plus the total so far where there is one. l: results."""
+
+    x: np.ndarray
+    y: np.ndarray
+    offsets: np.ndarray
+    l: int
+    alpha: np.ndarray | None = None
+    total: np.ndarray | None = None
+    d_dtype: str = "bfloat16"
+    experts: np.ndarray | None = None  # of the groups, where they are not one each in order
+
+    def arguments(self):
+        """Keyword arguments of `grouped_gemm_wgrad`, as JAX arrays."""
+        arrays = {"x": self.x, "y": self.y, "offsets": self.offsets, "alpha": self.alpha, "accumulate_into": self.total}
+        given = {name: jnp.asarray(array) for name, array in arrays.items() if array is not None}
+        return given | {"d_dtype": self.d_dtype}
+
+    def groups(self):
+        """(begin, end, expert or None) of each group."""
+        begin, found = 0, []
+        for g, end in enumerate(self.offsets.tolist()):
+            end = max(begin, min(max(end, 0), len(self.x)))
+            expert = g if self.experts is None else int(self.experts[g])
+            found.append((begin, end, expert if 0 <= expert < self.l else None))
+            begin = end
+        return found
+
+    def results(self):
+        """{"D": (L, N, K) float64}"""
+        return {"D": wgrad_oracle(self)[0]}
+
+    def poison(self):
+        """NaN wherever the result must not depend on the value."""
+        used = np.zeros(len(self.x), bool)
+        for g, (begin, end, expert) in enumerate(self.groups()):
+            used[begin:end] = expert is not None
+            if self.alpha is not None and (begin == end or expert is None):
+                self.alpha[g] = np.nan
+        self.x[~used] = self.y[~used] = np.nan
+
+
+def make_wgrad_case(
+    rng, groups, m, n, k, *, offsets=None, alpha=True, accumulate=False, d_dtype=None, experts=None, poison=True
+):
+    """As `make_case`; d_dtype: float32 where it accumulates, else bfloat16, unless it is given."""
+    case = WgradCase(
+        rng.standard_normal((m, n), np.float32).astype(BF16),
+        rng.standard_normal((m, k), np.float32).astype(BF16),
+        random_offsets(rng, groups, m) if offsets is None else np.asarray(offsets, np.int32),
+        groups if experts is None else num_experts(experts),
+        rng.uniform(0.5, 2, groups).astype(np.float32) if alpha else None,
+        d_dtype=d_dtype or ("float32" if accumulate else "bfloat16"),
+        experts=None if experts is None else np.array(experts, np.int32),
+    )
+    if accumulate:
+        case.total = rng.standard_normal((case.l, n, k), np.float32)
+    if poison:
+        case.poison()
+    return case
+
+
+def wgrad_oracle(case):
+    """(D; the same sums over absolute values), both (L, N, K) float64."""
+    values = np.zeros((case.l, case.x.shape[1], case.y.shape[1]))
+    scale = np.zeros_like(values)
+    if case.total is not None:
+        values += case.total
+        scale += np.abs(case.total)
+    for g, (begin, end, expert) in enumerate(case.groups()):
+        if begin < end and expert is not None:
+            alpha = np.float64(1 if case.alpha is None else case.alpha[g])
+            x, y = (operand[begin:end].astype(np.float64) for operand in (case.x, case.y))
+            values[expert] += alpha * (x.T @ y)
+            scale[expert] += np.abs(alpha) * (np.abs(x).T @ np.abs(y))
+    return values, scale
+
+
+def wgrad_check(got, case):
+    """What `grouped_gemm_wgrad` returned for this case is right; without rows it is exactly what was there, or zero."""
+    want, scale = wgrad_oracle(case)
+    assert got.shape == want.shape
+    assert got.dtype == case.d_dtype, f"D is {got.dtype}, not {case.d_dtype}"
+    got = np.asarray(got).astype(np.float64)
+    rows = np.zeros((case.l, 1, 1))
+    for begin, end, expert in case.groups():
+        if expert is not None:
+            rows[expert] += end - begin
+    untouched = rows[:, 0, 0] == 0
+    np.testing.assert_array_equal(got[untouched], want[untouched])
+    error = np.abs(got - want) / tolerance(want, scale, rows, case.d_dtype)
+    if not (error <= 1).all():  # NaN compares false
+        at = tuple(map(int, np.unravel_index(np.argmax(np.where(np.isnan(error), np.inf, error)), error.shape)))
+        raise AssertionError(
+            f"D{list(at)} is {got[at]}, expected {want[at]}: {error[at]:.3g} times the tolerance; "
+            f"{(~(error <= 1)).sum()} of {error.size} elements; groups {case.groups()}"
+        )

@@ -33,10 +33,16 @@ REGISTER_UNIT = 8  # a warp's registers are given out in units of 256
 TENSOR_MEMORY_COLUMNS = 512
 INSTRUCTION_BYTES = 16
 MATRIX_K = 16  # of one matrix instruction on 16-bit elements
-SWIZZLE_COLUMNS = 64  # 16-bit elements that a copy of an N-major B brings per row: one swizzle atom
+SWIZZLE_COLUMNS = 64  # 16-bit elements per row that one copy brings: a swizzle atom. Of an operand that is not K-major: 64 of its M or N
 
-forward = pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel.variant])
-prologues = pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if not kernel.variant])
+
+def of_kind(*kinds):
+    return pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel.kind in kinds])
+
+
+forward = of_kind("forward")
+multiplying = of_kind("forward", "wgrad")
+prologues = of_kind("maps_from_memory", "maps_by_value")
 every_kernel = pytest.mark.parametrize("name", KERNELS)
 
 
@@ -111,9 +117,33 @@ def usage():
     }
 
 
+def is_wgrad(variant):
+    return isinstance(variant, config.WgradVariant)
+
+
+def accumulates(variant):
+    return is_wgrad(variant) and variant.accumulate
+
+
+def mn_major(variant):
+    """Of A and B: whether the dimension that is not contracted is contiguous."""
+    return (True, True) if is_wgrad(variant) else (False, variant.b_major == "n")
+
+
+def loads(variant):
+    """Copies of A and of B that one CTA starts per stage."""
+    pair = 2 if variant.tile.two_cta else 1
+    a, b = mn_major(variant)
+    return (
+        variant.tile.m // SWIZZLE_COLUMNS if a else 1,
+        variant.tile.n // pair // SWIZZLE_COLUMNS if b else 1,
+    )
+
+
 def outputs(variant):
     """Types of what is stored, in that order: C, if at all, then D."""
-    return [dtype for dtype in (variant.c_dtype, variant.d_dtype) if dtype is not None]
+    c_dtype = None if is_wgrad(variant) else variant.c_dtype
+    return [dtype for dtype in (c_dtype, variant.d_dtype) if dtype is not None]
 
 
 def slab_columns(dtype):
@@ -134,6 +164,7 @@ def opcodes(instructions, pattern):
 
 def test_exactly_the_configured_kernels(facts, manifest):
     wanted = {variant.name for arch in config.TILES for variant in config.variants(arch)}
+    wanted |= {variant.name for arch in config.TILES for variant in config.wgrad_variants(arch)}
     wanted |= {config.prologue_name(arch, source) for arch in config.TILES for source in ("memory", "value")}
     assert set(facts) == wanted == set(KERNELS)
     assert len(manifest["kernels"]) == len(wanted)
@@ -225,7 +256,7 @@ def test_family_target(tile, tmp_path):
 # --- the instructions meant -------------------------------------------------------------------------------------------
 
 
-@forward
+@multiplying
 def test_matrix_instructions(name, sass):
     tile = KERNELS[name].variant.tile
     count = tile.k // MATRIX_K
@@ -240,7 +271,23 @@ def test_matrix_instructions(name, sass):
         assert in_sass == ["UTCHMMA.2CTA" if tile.two_cta else "UTCHMMA"] * count
 
 
-@forward
+@multiplying
+def test_majors(name):
+    """Told to the matrix unit: as flags of each instruction on SM90, as bits 15 and 16 of its descriptor on SM100."""
+    a, b = mn_major(KERNELS[name].variant)
+    text = ptx(name)
+    if KERNELS[name].arch == 90:
+        flags = re.findall(r"wgmma\.mma_async.*\}, %rd\d+, %rd\d+, \w+, 1,\s+1, (\d), (\d);", text)
+        assert set(flags) == {(str(int(a)), str(int(b)))}
+        return
+    registers = re.findall(r"tcgen05\.mma\S* \[%r\d+\], %rd\d+, %rd\d+, (%r\d+),", text)
+    for register in registers:
+        (descriptor,) = re.findall(rf"mov\.b32\s+{register}, (\d+);", text)
+        assert (int(descriptor) >> 15 & 1, int(descriptor) >> 16 & 1) == (a, b)
+    assert registers
+
+
+@multiplying
 def test_matrix_instructions_overlap_on_sm90(name, sass):
     """ptxas serialises wgmma if it doubts the registers: it would put waits between them. The one wait in the loop over K leaves a group running."""
     if KERNELS[name].arch != 90:
@@ -253,39 +300,63 @@ def test_matrix_instructions_overlap_on_sm90(name, sass):
     assert [re.sub(r"^HGMMA.*", "HGMMA", text) for text in found] == wanted
 
 
-@forward
+@multiplying
 def test_copies(name, sass):
     """Copy engine loads of A and B, multicast just where CTAs of a cluster share an operand; copy engine stores of D."""
     variant = KERNELS[name].variant
     tile = variant.tile
     pair = 2 if tile.two_cta else 1
-    loads_of_b = 1 if variant.b_major == "k" else tile.n // pair // SWIZZLE_COLUMNS
+    of_a, of_b = loads(variant)
 
     space = "cluster" if tile.two_cta else "cta"
     ending = ".L2::cache_hint" + (".cta_group::2" if tile.two_cta else "")
     multicast = ("cluster", ".multicast::cluster")
     a = multicast if tile.cluster_n > 1 else (space, "")
     b = multicast if tile.cluster_m > pair else (space, "")
+    rank_a, rank_b = (4, 4) if is_wgrad(variant) else (2, 3)
 
     def load(rank, to, many):
         return f"cp.async.bulk.tensor.{rank}d.shared::{to}.global.tile.mbarrier::complete_tx::bytes{many}{ending}"
 
-    store = "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint"
-    copies = [load(2, *a)] + [load(3, *b)] * loads_of_b + [store] * stores(variant)
-    assert re.findall(r"^\s*(cp\.async\.bulk\.tensor\S*)", ptx(name), re.MULTILINE) == copies
+    kind, add = ("cp.reduce", ".add") if accumulates(variant) else ("cp", "")
+    store = f"{kind}.async.bulk.tensor.3d.global.shared::cta{add}.tile.bulk_group.L2::cache_hint"
+    copies = [load(rank_a, *a)] * of_a + [load(rank_b, *b)] * of_b + [store] * stores(variant)
+    assert re.findall(r"^\s*(cp\.(?:reduce\.)?async\.bulk\.tensor\S*)", ptx(name), re.MULTILINE) == copies
 
     ending = ".2CTA" if tile.two_cta else ""
     a, b = (".MULTICAST" if many else "" for _, many in (a, b))
-    copies = [f"UTMALDG.2D{a}{ending}"] + [f"UTMALDG.3D{b}{ending}"] * loads_of_b
+    copies = [f"UTMALDG.{rank_a}D{a}{ending}"] * of_a + [f"UTMALDG.{rank_b}D{b}{ending}"] * of_b
     assert opcodes(sass[name], "UTMALDG") == copies
-    assert opcodes(sass[name], "UTMASTG") == ["UTMASTG.3D"] * stores(variant)
+    store = "UTMAREDG.3D.ADD" if accumulates(variant) else "UTMASTG.3D"
+    assert opcodes(sass[name], "UTMASTG|UTMAREDG") == [store] * stores(variant)
     # Nothing else writes to global memory but the scheduler's claim of a tile.
     assert re.findall(r"\b(?:st|red|atom)\.global\S*", ptx(name)) == ["atom.global.add.u32"]
 
 
-@forward
-def test_conversion_scale_and_bias(name, facts):
-    """Every accumulator is converted once per output, in pairs, and multiplied and added to only in kernels that are for that."""
+@multiplying
+def test_boxes(name, facts):
+    """Each operand's copies together bring one CTA's part of a stage, in rows of one swizzle atom; a slab of D or C is stored by one."""
+    variant, boxes = KERNELS[name].variant, facts[name]["maps"]
+    tile = variant.tile
+    for field, count, share in zip(
+        ("MAP_A", "MAP_B"), loads(variant), ((tile.m, tile.cluster_n), (tile.n, tile.cluster_m)), strict=True
+    ):
+        (columns, rows, *ones), (size, ctas) = boxes[field], share
+        assert columns == SWIZZLE_COLUMNS
+        assert set(ones) <= {1}
+        assert count * columns * rows * ctas == size * tile.k
+    wanted = {"MAP_D": variant.d_dtype}
+    if len(outputs(variant)) > 1:
+        wanted["MAP_C"] = variant.c_dtype
+    slab_rows = 64 if variant.arch == 90 else 128
+    stored = {field: [slab_columns(dtype), slab_rows, 1] for field, dtype in wanted.items()}
+    assert {field: box for field, box in boxes.items() if field not in ("MAP_A", "MAP_B")} == stored
+    assert [len(boxes["MAP_A"]), len(boxes["MAP_B"])] == ([4, 4] if is_wgrad(variant) else [2, 3])
+
+
+@multiplying
+def test_conversion_scale_and_bias(name):
+    """Every accumulator is converted once per output, in pairs, and multiplied and added to only in kernels that are for that: wgrad's have alpha."""
     variant = KERNELS[name].variant
     text = ptx(name)
     # Of the code for one thread: SM90 holds a tile's accumulators, SM100 a slab's.
@@ -302,15 +373,27 @@ def test_conversion_scale_and_bias(name, facts):
     assert sorted(re.findall(r"cvt\.r\S*", text)) == sorted(conversions)
     # alpha and prob; alpha, and bias by an addition that multiplies it; D made of C by another factor.
     first, last = in_code[0], in_code[-1]
-    computed = first if variant.arch == 90 or variant.c_dtype is None else first + last
-    multiply, add = {"plain": (0, 0), "scaled": (2 * first, 0), "bias": (first, first)}.get(
-        variant.epilogue, (computed + last, computed)
+    computed = first if variant.arch == 90 or len(in_code) == 1 else first + last
+    multiply, add = {"plain": (0, 0), "alpha": (first, 0), "scaled": (2 * first, 0), "bias": (first, first)}.get(
+        "alpha" if is_wgrad(variant) else variant.epilogue, (computed + last, computed)
     )
     assert len(re.findall(r"\bmul\S*f32", text)) == multiply
     assert len(re.findall(r"\bfma\S*f32", text)) == add
     assert re.findall(r"\b(?:add|sub)\S*\.f32", text) == []
 
-    fields = [field for field, _, _ in facts[name]["fields"]]
+
+@multiplying
+def test_parameters(name, facts):
+    """What a call has and its kernel does not use is no parameter; the rest is one, each once."""
+    variant, fields = KERNELS[name].variant, [field for field, _, _ in facts[name]["fields"]]
+    if is_wgrad(variant):
+        maps, pointers = ["MAP_A", "MAP_B", "MAP_D"], ["PTR_OFFSETS", "PTR_EXPERTS", "PTR_COUNTER", "PTR_ALPHA"]
+        assert [field for field in fields if not field.startswith("DIM_")] == maps + pointers
+        # Of X's and Y's maps, and of D's; then those of the problem.
+        of_maps = ["DIM_N", "DIM_LOAD_ROWS", "DIM_K", "DIM_LOAD_ROWS", "DIM_N", "DIM_K", "DIM_L"]
+        problem = ["DIM_M", "DIM_N", "DIM_K", "DIM_L", "DIM_GROUPS"]
+        assert [field for field in fields if field.startswith("DIM_")] == of_maps + problem
+        return
     switched = {
         "PTR_ALPHA": variant.epilogue != "plain",
         "PTR_PROB": variant.epilogue != "plain",
@@ -321,11 +404,14 @@ def test_conversion_scale_and_bias(name, facts):
         "TYPE_D": variant.d_dtype == "16bit",
         "PTR_MAPS": variant.weights == "pointers",
         "PTR_COUNTER": True,
+        "PTR_EXPERTS": True,
+        "DIM_GROUPS": True,
+        "DIM_LOAD_ROWS": False,
     }
     assert {field: fields.count(field) for field in switched} == switched
 
 
-@forward
+@multiplying
 def test_claims_of_tiles(name):
     """Dynamic schedule: one thread asks the counter; the answer goes to every CTA of the cluster with its own signal, whose reading is told back."""
     text, tile = ptx(name), KERNELS[name].variant.tile
@@ -340,7 +426,7 @@ def test_claims_of_tiles(name):
     assert text.count(steps[0]) == text.count(steps[1]) == 1
 
 
-@forward
+@multiplying
 def test_registers_move_to_the_math_warps_on_sm90(name, usage):
     """One warpgroup gives up what two take, and that was there to take; on SM100 accumulators are not in registers."""
     moves = re.findall(r"setmaxnreg\.(\w+)\.sync\.aligned\.u32\s+(\d+)", ptx(name))
@@ -352,7 +438,7 @@ def test_registers_move_to_the_math_warps_on_sm90(name, usage):
     assert int(less) + 2 * int(more) <= 3 * usage[name]["REG"]
 
 
-@forward
+@multiplying
 def test_tensor_memory(name, sass):
     """Allocated once, by as many CTAs as share instructions, and freed; read to the end before it is handed back."""
     variant = KERNELS[name].variant
@@ -389,13 +475,13 @@ def test_tensor_memory(name, sass):
     assert re.findall(r"tcgen05\.fence::(\w+)_thread_sync", text) == ["after", "after", "before"]
 
 
-STORE = r"cp\.async\.bulk\.tensor\.\dd\.global"
+STORE = r"cp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.global"
 # On every path from the first to one of the last there has to be the second.
 ORDERS = {
     "barriers are visible to all before they are used": (
         r"mbarrier\.init",
         r"fence\.mbarrier_init\.release\.cluster",
-        r"mbarrier\.(?!init)|bar\.sync|barrier|tcgen05|cp\.async|st\.async",
+        r"mbarrier\.(?!init)|bar\.sync|barrier|tcgen05|cp\.(?:reduce\.)?async|st\.async",
     ),
     "slabs are visible to the copy engine before it stores them": (
         r"st\.shared|stmatrix",
@@ -426,7 +512,7 @@ def broken_orders(text):
     return broken
 
 
-@forward
+@multiplying
 def test_orders_on_every_path(name):
     text, blackwell = ptx(name), KERNELS[name].arch == 100
     firsts = [bool(re.search(rf"^\s+{first}", text, re.MULTILINE)) for first, _, _ in ORDERS.values()]
@@ -437,9 +523,13 @@ def test_orders_on_every_path(name):
 plain_kernels = pytest.mark.parametrize(
     "variant",
     [
-        config.Variant(arch, tile, "k", "dense", "bfloat16", "plain")
-        for arch in config.TILES
-        for tile in config.TILES[arch]
+        variant
+        for arch, tiles in config.TILES.items()
+        for tile in tiles
+        for variant in (
+            config.Variant(arch, tile, "k", "dense", "bfloat16", "plain"),
+            config.WgradVariant(arch, tile, "float32", accumulate=True),
+        )
     ],
     ids=lambda variant: variant.name,
 )
@@ -465,12 +555,14 @@ def test_broken_orders_are_found(order, variant):
         assert order in broken_orders(changed)
 
 
-@forward
+@multiplying
 def test_maps_in_memory_are_acquired(name):
     """Only where they come from memory, and before B is loaded through them."""
-    acquire, load = "fence.proxy.tensormap::generic.acquire.gpu", "cp.async.bulk.tensor.3d.shared"
+    variant = KERNELS[name].variant
+    pointers = not is_wgrad(variant) and variant.weights == "pointers"
+    load = f"cp.async.bulk.tensor.{4 if is_wgrad(variant) else 3}d.shared"
+    acquire = "fence.proxy.tensormap::generic.acquire.gpu"
     found = re.findall(rf"{re.escape(acquire)}|{re.escape(load)}", ptx(name))
-    pointers = KERNELS[name].variant.weights == "pointers"
     assert found.count(acquire) == pointers
     assert found[0] == (acquire if pointers else load)
     assert "tensormap.replace" not in ptx(name)
@@ -506,18 +598,22 @@ def test_table_says_what_the_manifest_says(manifest):
     assert {macro for macro, _ in uses[1:]} == {"JGG_KERNEL"}
 
     elements = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "16bit": "ANY16", None: "NONE"}
-    ranks = {"MAP_A": 2, "MAP_B": 3, "MAP_D": 3, "MAP_C": 3}
+    ranks = {
+        "forward": {"MAP_A": 2, "MAP_B": 3, "MAP_D": 3, "MAP_C": 3},
+        "wgrad": {"MAP_A": 4, "MAP_B": 4, "MAP_D": 3},
+    }
     for (_, row), kernel in zip(uses[1:], manifest["kernels"], strict=True):
         wanted = [kernel["name"], kernel["arch"], kernel["kind"].upper(), kernel["symbol"]]
         wanted += [kernel[key] for key in ("threads", "smem_bytes", "param_bytes", "params", "fields")]
-        if kernel["kind"] == "forward":
-            d, c = elements[kernel["d_dtype"]], elements[kernel["c_dtype"]]
+        if kernel["kind"] in ranks:
+            d, c = elements[kernel["d_dtype"]], elements[kernel.get("c_dtype")]
             maps = [
-                [field, {"MAP_D": d, "MAP_C": c}.get(field, "BF16"), ranks[field], box, 128]
+                [field, {"MAP_D": d, "MAP_C": c}.get(field, "BF16"), ranks[kernel["kind"]][field], box, 128]
                 for field, box in kernel["maps"].items()
             ]
-            major = {"k": "K_MAJOR", "n": "N_MAJOR"}[kernel["b_major"]]
+            major = {"k": "K_MAJOR", "n": "N_MAJOR"}[kernel.get("b_major", "k")]
             wanted += [kernel["cluster"], kernel["tile"], major, d, c, maps]
+            wanted += [str(kernel["accumulate"]).lower()] if kernel["kind"] == "wgrad" else []
         assert row == wanted
 
 
@@ -528,8 +624,8 @@ def test_manifest_says_what_the_variant_says(facts):
         if variant:
             tile = variant.tile
             assert (fact["tile"], fact["cluster"]) == ([tile.m, tile.n], [tile.cluster_m, tile.cluster_n])
-            said = [fact[key] for key in ("b_major", "epilogue", "d_dtype", "c_dtype")]
-            assert said == [variant.b_major, variant.epilogue, variant.d_dtype, variant.c_dtype]
+            says = ("d_dtype", "accumulate") if is_wgrad(variant) else ("d_dtype", "c_dtype", "b_major", "epilogue")
+            assert {key: fact[key] for key in says} == {key: getattr(variant, key) for key in says}
 
 
 def test_every_cubin_is_embedded():
@@ -567,7 +663,7 @@ def test_nothing_to_do_touches_nothing(copy):
 def test_compiles_what_is_stale_and_reproduces_it(copy):
     """Compiled for other sources, cut short, or without its mark: just these are compiled, to the same bytes."""
     other, cut, unmarked = (
-        "sm90_maps_from_memory",
+        "sm90_wgrad_128x128x64_cluster1x1_bfloat16",
         next(n for n in KERNELS if "sm90_forward" in n),
         "sm90_maps_by_value",
     )
@@ -595,7 +691,9 @@ def test_kernels_no_longer_wanted_are_removed(copy):
     [
         ("gemm_sm90", lambda kernel: kernel.variant and kernel.arch == 90),
         ("gemm_sm100", lambda kernel: kernel.variant and kernel.arch == 100),
-        ("forward", lambda kernel: kernel.variant),
+        ("kernel", lambda kernel: kernel.variant),
+        ("forward", lambda kernel: kernel.kind == "forward"),
+        ("wgrad", lambda kernel: kernel.kind == "wgrad"),
         ("scheduler", lambda kernel: kernel.variant),
         ("epilogue", lambda kernel: kernel.variant),
         ("operands", lambda kernel: True),
@@ -618,7 +716,9 @@ def test_no_source_is_forgotten():
     modules = {path.stem for path in (kernels_module.PACKAGE / "kernels").glob("*.py")}
     assert modules == {
         "__init__",
+        "kernel",
         "forward",
+        "wgrad",
         "gemm_sm90",
         "gemm_sm100",
         "scheduler",

@@ -479,8 +479,8 @@ def test_fields_of_a_launch(library_calls):
     assert call.pop("sm100") == ffi_call.kernel_name(100, example_call()).encode()
     assert call == {
         "struct_size": ctypes.sizeof(direct.LibraryCall), "weights": b"tuple", "b_major": b"k", "d_dtype": b"float16",
-        "c_dtype": b"float32", "bias_dtype": b"bfloat16", "m": 512, "n": 16, "k": 32, "l": 2, "dynamic": 1,
-        "overlap_margin": 6, "a": 1, "offsets": 2, "alpha": 3, "prob": 0, "bias": 4, "b": 0, "d": 6, "c": 7,
+        "c_dtype": b"float32", "bias_dtype": b"bfloat16", "m": 512, "n": 16, "k": 32, "l": 2, "groups": 2,
+        "dynamic": 1, "overlap_margin": 6, "a": 1, "offsets": 2, "experts": 0, "alpha": 3, "prob": 0, "bias": 4, "b": 0, "d": 6, "c": 7,
         "scratch": 8, "stream": 5,
     }  # fmt: skip
     forward(0, 5, a=1, offsets=2, d=3)

@@ -15,6 +15,11 @@ def run_page(name):
     exec(compile("\n".join(blocks), name, "exec"), {})
 
 
+def test_nn_page():
+    pytest.importorskip("flax")
+    run_page("nn.md")
+
+
 def test_compat_page():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

@@ -31,12 +31,13 @@ VARIANTS = [
     for i, (tile, b_major, weights) in enumerate(itertools.product(tiles, config.B_MAJORS, config.WEIGHTS))
     for epilogue, d_dtype in (EPILOGUES[(3 * i + j) % len(EPILOGUES)] for j in (0, 7))
 ]
-SIZES = {  # (m, n, k, l)
+WGRAD = [variant for arch in config.TILES for variant in config.wgrad_variants(arch)]
+SIZES = {  # (m, n, k, l); of wgrad, results (l, n, k)
     "smallest": (1, 8, 8, 1),
     "odd": (1000, 648, 328, 5),
     "many experts": (4096, 256, 512, 300),  # more than a prologue launch takes
     "a and d above 2^31 elements": (2_000_000, 65536, 2048, 3),
-    "b above 2^31 elements": (70_000, 8192, 16384, 64),
+    "b, or wgrad's d, above 2^31 elements": (70_000, 8192, 16384, 64),
     "longest": (2**31 - 1 - 1024, 8, 8, 1000),
     "strides above 2^36 bytes": (4096, 2**19, 2**19 - 8, 2),  # these have bits elsewhere in a tensor map
 }
@@ -44,57 +45,105 @@ MAX_CLUSTERS = 66  # that fit the device: fewer than the tiles of a large proble
 # Made-up addresses, each as little aligned as is allowed.
 A, B, D = 0x1000_0000_0010, 0x2000_0000_0030, 0x3000_0000_0050
 OFFSETS, ALPHA, PROB, POINTERS, SCRATCH = 0x4004, 0x5004, 0x6004, 0x7008, 0x8080
-C, BIAS = 0x9000_0000_0070, 0x6104
+C, BIAS, EXPERTS = 0x9000_0000_0070, 0x6104, 0x4104
+X, Y = 0xA000_0000_0010, 0xB000_0000_0030
 STREAM = 0x9000
 MAP_WORDS = 16  # of 4 bytes, that mean something: the DSL leaves the other half of a tensor map as it was
 
 
-def calls():
-    for variant, (size, extents) in itertools.product(VARIANTS, SIZES.items()):
+def names_of(variant):
+    """Of a call's kernels: the other architecture's is named too, and not used."""
+    first = config.wgrad_variants if isinstance(variant, config.WgradVariant) else config.variants
+    return {f"sm{arch}": first(arch)[0].name for arch in config.TILES} | {f"sm{variant.arch}": variant.name}
+
+
+def in_turn(i):
+    """Options that each size and each kernel has in both ways: a dynamic schedule, groups with experts, alpha."""
+    return i % 2, i // 2 % 2, i % 3
+
+
+def common(variant, i, size, extents):
+    """What all kinds of calls have. Groups with experts are more or fewer than these."""
+    dynamic, mapped, _ = in_turn(i)
+    l = extents[-1]
+    return {
+        **names_of(variant),
+        **dict(zip("mnkl", extents, strict=True)),
+        "groups": (2 * l + 3 if i % 4 == 2 else -(-l // 2)) if mapped else l,
+        "experts": EXPERTS if mapped else 0,
+        "dynamic": dynamic,
+        "overlap_margin": 5 if size == "many experts" else 0,
+        "d": D,
+        "offsets": OFFSETS,
+        "stream": STREAM,
+    }
+
+
+def forward_calls():
+    for (v, variant), (s, (size, extents)) in itertools.product(enumerate(VARIANTS), enumerate(SIZES.items())):
         for weights in ("dense",) if variant.weights == "dense" else ("pointers", "tuple"):
             source = {"dense": None, "pointers": "memory", "tuple": "value"}[weights]
-            # The other architecture's kernel is named in a call too, and not used.
-            names = {f"sm{arch}": config.variants(arch)[0].name for arch in config.TILES}
-            scaled, dynamic = variant.epilogue != "plain", len(size) % 2
+            scaled, dynamic = variant.epilogue != "plain", in_turn(v + s)[0]
             # What a kernel with C takes at run time: a bias or none, one or the other type of 16 bits.
             bias = variant.has_bias and not (variant.c_dtype and size == "longest")
             either = "float16" if size == "odd" else "bfloat16"
             yield {
                 "id": f"{variant.name}, {weights}, {size}",
+                "kind": "forward",
                 "arch": variant.arch,
                 "takes": {"c": variant.c_dtype is not None, "scales": scaled, "bias": variant.has_bias}
                 | {"d_type": variant.d_dtype == "16bit", "c_type": variant.c_dtype == "16bit"},
-                "forward": variant.name,
+                "kernel": variant.name,
                 "prologue": source and config.prologue_name(variant.arch, source),
+                "prologues": {"dense": 0, "pointers": 1, "tuple": -(-extents[-1] // 128)}[weights],
+                "maps_bytes": 0 if weights == "dense" else 128 * extents[-1],
                 "max_clusters": MAX_CLUSTERS,
                 "weight_addresses": [B + 0x1000 * i for i in range(extents[-1])] if weights == "tuple" else None,
                 "problem": {
-                    **names,
-                    f"sm{variant.arch}": variant.name,
+                    **common(variant, v + s, size, extents),
                     "weights": weights,
                     "b_major": variant.b_major,
                     "d_dtype": either if variant.d_dtype == "16bit" else variant.d_dtype,
                     "c_dtype": either if variant.c_dtype == "16bit" else variant.c_dtype,
                     "bias_dtype": config.D_DTYPES[len(size) % 3] if bias else None,
-                    **dict(zip("mnkl", extents, strict=True)),
-                    "groups": extents[-1],
-                    "dynamic": dynamic,
-                    "overlap_margin": 5 if size == "many experts" else 0,
                     "a": A,
                     "b": {"dense": B, "pointers": POINTERS, "tuple": 0}[weights],
-                    "d": D,
                     "c": C if variant.c_dtype else 0,
-                    "offsets": OFFSETS,
                     "scratch": SCRATCH if weights != "dense" or dynamic else 0,
                     "alpha": ALPHA if scaled else 0,
                     "prob": PROB if scaled and size != "odd" else 0,  # either may be missing
                     "bias": BIAS if bias else 0,
-                    "stream": STREAM,
                 },
             }
 
 
-CALLS = {call["id"]: call for call in calls()}
+def wgrad_calls():
+    for (v, variant), (s, (size, extents)) in itertools.product(enumerate(WGRAD), enumerate(SIZES.items())):
+        dynamic, _, without_alpha = in_turn(v + s)
+        yield {
+            "id": f"{variant.name}, {size}",
+            "kind": "wgrad",
+            "arch": variant.arch,
+            "takes": {"d_type": False, "c_type": False},
+            "kernel": variant.name,
+            "prologue": None,
+            "prologues": 0,
+            "maps_bytes": 0,
+            "max_clusters": MAX_CLUSTERS,
+            "weight_addresses": None,
+            "problem": {
+                **common(variant, v + s, size, extents),
+                "d_dtype": variant.d_dtype,
+                "accumulate": variant.accumulate,
+                "x": X,
+                "y": Y,
+                "alpha": 0 if without_alpha == 0 else ALPHA,
+                "scratch": SCRATCH if dynamic else 0,
+            },
+        }
+
+
+CALLS = {call["id"]: call for call in itertools.chain(forward_calls(), wgrad_calls())}
 
 
 def run(*command, **options):
@@ -117,7 +166,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("host_code")
 
     def compile_kernels(arch):
-        names = [variant.name for variant in VARIANTS if variant.arch == arch]
+        names = [variant.name for variant in VARIANTS + WGRAD if variant.arch == arch]
         names += [config.prologue_name(arch, source) for source in ("memory", "value")]
         run(sys.executable, "-m", "tests.host_code.compile_kernels", arch, folder, *names)
 
@@ -177,8 +226,7 @@ def either_of_16_bits(call):
 @pytest.mark.parametrize("call", CALLS)
 def test_same_launches(recorded, call):
     ours, theirs = recorded[call]["ours"], recorded[call]["theirs"]
-    prologues = {"dense": 0, "pointers": 1, "tuple": -(-CALLS[call]["problem"]["l"] // 128)}
-    assert len(ours) == len(theirs) == prologues[CALLS[call]["problem"]["weights"]] + 1
+    assert len(ours) == len(theirs) == CALLS[call]["prologues"] + 1
     for our, their in zip(ours, theirs, strict=True):
         for what in ("kernel", "symbol", "grid", "block", "cluster", "shared_bytes", "stream"):
             assert our[what] == their[what], what
@@ -193,7 +241,7 @@ def test_same_parameters(recorded, call):
     for our, their in zip(recorded[call]["ours"], recorded[call]["theirs"], strict=True):
         assert [field for field, _ in our["fields"]] == [field for field, _ in their["fields"]]
         for (field, our_value), (_, their_value) in zip(our["fields"], their["fields"], strict=True):
-            if field.startswith("MAP_") and our["kernel"] == CALLS[call]["forward"]:
+            if field.startswith("MAP_") and our["kernel"] == CALLS[call]["kernel"]:
                 arguments = maps[int.from_bytes(bytes.fromhex(our_value)[:4], "little")]
                 said, rest = decode(bytes.fromhex(their_value))
                 if field in either_of_16_bits(call):
@@ -208,6 +256,21 @@ def test_same_parameters(recorded, call):
                 assert arguments["l2_promotion"] == 3
             else:
                 assert our_value == their_value, field
+
+
+def test_every_option_is_met():
+    """By every kernel and at every size, each of the options that take turns; and groups that are fewer than experts, and more."""
+    for key in ("kernel", "size"):
+        met = {}
+        for name, call in CALLS.items():
+            problem = call["problem"]
+            option = problem["dynamic"], problem["experts"] != 0
+            what = (call["kind"], name.rpartition(", ")[2]) if key == "size" else call["kernel"]
+            met.setdefault(what, set()).add(option)
+        assert all(len(options) == 4 for options in met.values())
+    mapped = [(call["kind"], call["problem"]) for call in CALLS.values() if call["problem"]["experts"]]
+    compared = {(kind, (p["groups"] > p["l"]) - (p["groups"] < p["l"])) for kind, p in mapped}
+    assert {(kind, sign) for kind in ("forward", "wgrad") for sign in (-1, 1)} <= compared
 
 
 @pytest.mark.parametrize("call", [name for name, call in CALLS.items() if call["prologue"]])
@@ -230,6 +293,6 @@ def test_host_code_is_that_of_the_built_kernels(folder):
 def test_counter_of_a_dynamic_schedule(recorded, call):
     """Set to zero ahead of everything, in scratch behind the maps; the DSL's host code knows nothing of it."""
     problem = CALLS[call]["problem"]
-    address = problem["scratch"] + (0 if problem["weights"] == "dense" else 128 * problem["l"])
+    address = problem["scratch"] + CALLS[call]["maps_bytes"]
     wanted = [{"memset": address, "value": 0, "count": 1, "stream": STREAM}] if problem["dynamic"] else []
     assert recorded[call]["memsets"] == wanted

@@ -30,6 +30,7 @@ MANIFEST = {
         kernel("second", 100, "forward"),
         kernel("first", 90, "forward"),
         kernel("same tile", 90, "forward"),
+        kernel("gradients", 90, "wgrad"),
         kernel("prologue", 90, "maps_from_memory"),
     ],
 }
@@ -85,7 +86,11 @@ def test_without_a_build(bare):
 def test_kernels_per_architecture(built):
     text = info.as_text()
     assert "build abc, CUTLASS DSL 4.8.1" in text
-    assert text.index("sm_90a: 3 kernels, 2 of them forward") < text.index("sm_100f: 1 kernels, 1 of them forward")
+    hopper, blackwell = (
+        "sm_90a: 4 kernels, 2 of them forward, 1 for weight gradients",
+        "sm_100f: 1 kernels, 1 of them forward, 0 for weight gradients",
+    )
+    assert text.index(hopper) < text.index(blackwell)
     assert text.count("mma_tiler_mn=(256, 256), cluster_shape_mn=(2, 1)") == 2
 
 

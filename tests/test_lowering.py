@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 
-from jax_grouped_gemm import config, ffi_call, grouped_gemm, library
+from jax_grouped_gemm import config, contract, ffi_call, grouped_gemm, grouped_gemm_wgrad, library, wgrad_call
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +42,8 @@ def lower(platforms, weights="dense", scaled=False, bias=None, **options):
     return run.trace(**arrays).lower(lowering_platforms=platforms).as_text()
 
 
-def custom_call(text):
-    (line,) = (line for line in text.splitlines() if f"@{library.FORWARD}" in line)
+def custom_call(text, target=library.FORWARD):
+    (line,) = (line for line in text.splitlines() if f"@{target}" in line)
     return line
 
 
@@ -77,6 +77,8 @@ def test_attributes_and_operands(weights, scaled, d_dtype):
         "dynamic = false",
         "overlap_margin = 0 : i64",
         "n = 16 : i64",
+        "l = 4 : i64",
+        "has_experts = false",
         'build_id = "the build"',
         "mhlo.backend_config = {",  # typed attributes
     ):
@@ -126,6 +128,139 @@ def test_bias_c_and_schedule(weights, dynamic, bias, c_dtype):
     scratch = (0 if weights == "dense" else 4 * 128) + (128 if dynamic else 0)
     want = ["64x16xbf16"] + ([f"64x16x{SHORT[c_dtype]}"] if c_dtype else []) + ([f"{scratch}xui8"] if scratch else [])
     assert types(results) == want
+
+
+def lower_for_cuda(run, *structs):
+    return jax.jit(run).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("epilogue", ["plain", "alpha, bias and C"])
+def test_groups_that_share_experts(weights, epilogue):
+    """Seven groups of four experts' weights: alpha and bias are the groups', maps and addresses the experts'."""
+    everything = epilogue != "plain"
+    call = contract.Call(
+        m=64, n=16, k=32, l=4, b_major="k", weights=weights, d_dtype="bfloat16", has_alpha=everything, has_prob=False,
+        has_bias=everything, c_dtype="float32" if everything else None, dynamic=True, mapped_groups=7, implementation=None,
+    )  # fmt: skip
+    given = contract.Operands(
+        struct(64, 32),
+        struct(7, dtype=jnp.int32),
+        struct(7, dtype=jnp.int32),
+        struct(7, dtype=jnp.float32) if everything else None,
+        None,
+        struct(7, 16) if everything else None,
+        tuple(jax.tree.leaves(WEIGHTS[weights])),
+    )
+    line = custom_call(lower_for_cuda(lambda *flat: ffi_call.grouped_gemm(call, call.split(flat)), *call.flat(given)))
+    for attribute in ("has_experts = true", "l = 4 : i64", "n = 16 : i64", f"has_alpha = {str(everything).lower()}"):
+        assert attribute in line
+    operands, results = line.rsplit(" : (", 1)[1].split(") -> ")
+    of_weights = {"dense": ["4x16x32xbf16"], "tuple": ["16x32xbf16"] * 4, "pointers": ["32xui8"]}[weights]
+    optional = ["7xf32", "7x16xbf16"] if everything else []
+    assert types(operands) == ["64x32xbf16", "7xi32", "7xi32", *optional, *of_weights]
+    outputs = ["64x16xbf16", *(["64x16xf32"] if everything else [])]
+    assert types(results) == [*outputs, f"{(1 if weights == 'dense' else 5) * 128}xui8"]
+
+
+# --- weight gradients -------------------------------------------------------------------------------------------------
+
+X, Y, OFFSETS = struct(64, 16), struct(64, 32), struct(4, dtype=jnp.int32)
+
+
+def wgrad_attributes(line):
+    """{name: value as text} of the custom call."""
+    (body,) = re.findall(r"mhlo\.backend_config = \{(.*?)\}", line)
+    return {name: value.removesuffix(" : i64") for name, value in re.findall(r'(\w+) = ("[^"]*"|[^,]+)', body)}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("alpha", [False, True])
+@pytest.mark.parametrize(("d_dtype", "accumulate"), config.WGRAD_RESULTS)
+def test_wgrad(d_dtype, accumulate, alpha, dynamic):
+    """Attributes, operands, results, and the alias of what is added to."""
+
+    def run(x, y, offsets, alpha, total):
+        return grouped_gemm_wgrad(
+            x, y, offsets=offsets, alpha=alpha, accumulate_into=total, d_dtype=d_dtype, use_dynamic_sched=dynamic,
+            overlap_margin=6,
+        )  # fmt: skip
+
+    total = struct(4, 16, 32, dtype=jnp.float32) if accumulate else None
+    line = custom_call(
+        lower_for_cuda(run, X, Y, OFFSETS, struct(4, dtype=jnp.float32) if alpha else None, total), library.WGRAD
+    )
+    found = wgrad_attributes(line)
+    ending = f"{d_dtype}{'_accumulate' if accumulate else ''}"
+    for arch in config.TILES:
+        assert re.fullmatch(rf'"sm{arch}_wgrad_\d+x\d+x64_cluster\w+_{ending}"', found.pop(f"sm{arch}"))
+    flags = {"has_alpha": alpha, "accumulate": accumulate, "dynamic": dynamic, "has_experts": False}
+    flags = {name: str(value).lower() for name, value in flags.items()}
+    assert found == flags | {"overlap_margin": "6", "build_id": '"the build"'}
+    operands, results = line.rsplit(" : (", 1)[1].split(") -> ")
+    optional = (["4xf32"] if alpha else []) + (["4x16x32xf32"] if accumulate else [])
+    assert types(operands) == ["64x16xbf16", "64x32xbf16", "4xi32", *optional]
+    assert types(results) == [f"4x16x32x{SHORT[d_dtype]}"] + (["128xui8"] if dynamic else [])
+    aliases = re.findall(r"output_operand_alias<output_tuple_indices = \[(\d*)\], operand_index = (\d+)", line)
+    assert aliases == ([("0" if dynamic else "", str(3 + alpha))] if accumulate else [])
+
+
+def test_wgrad_of_groups_with_experts():
+    """Seven groups, four results."""
+    call = contract.WgradCall(
+        m=64, n=16, k=32, l=4, d_dtype="float32", has_alpha=True, mapped_groups=7, implementation=None
+    )
+    ints, floats = struct(7, dtype=jnp.int32), struct(7, dtype=jnp.float32)
+    given = contract.WgradOperands(X, Y, ints, ints, floats, None)
+    line = custom_call(
+        lower_for_cuda(lambda *flat: wgrad_call.grouped_wgrad(call, call.split(flat)), *call.flat(given)), library.WGRAD
+    )
+    assert wgrad_attributes(line)["has_experts"] == "true"
+    operands, results = line.rsplit(" : (", 1)[1].split(") -> ")
+    assert types(operands) == ["64x16xbf16", "64x32xbf16", "7xi32", "7xi32", "7xf32"]
+    assert types(results) == ["4x16x32xf32"]
+
+
+def test_wgrad_results_in_the_other_order():
+    """(L, K, N) is the same product with X and Y exchanged."""
+    line = custom_call(
+        lower_for_cuda(lambda x, y, offsets: grouped_gemm_wgrad(x, y, offsets=offsets, d_major="n"), X, Y, OFFSETS),
+        library.WGRAD,
+    )
+    operands, results = line.rsplit(" : (", 1)[1].split(") -> ")
+    assert types(operands) == ["64x32xbf16", "64x16xbf16", "4xi32"]
+    assert types(results) == ["4x32x16xbf16"]
+
+
+def test_wgrad_kernel_names_are_compiled_variants():
+    names = {variant.name for arch in config.TILES for variant in config.wgrad_variants(arch)}
+    sizes = (8, 64, 128, 192, 256, 384, 576, 4096)
+    asked = set()
+    for arch, n, k, (d_dtype, accumulate) in itertools.product(config.TILES, sizes, sizes, config.WGRAD_RESULTS):
+        call = contract.WgradCall(
+            m=64, n=n, k=k, l=4, d_dtype=d_dtype, has_alpha=False, accumulate=accumulate, implementation=None
+        )
+        asked.add(wgrad_call.kernel_name(arch, call))
+    assert asked == names
+
+
+@pytest.mark.parametrize("arch", config.TILES)
+def test_every_wgrad_tile_has_a_name_for_callers(arch):
+    for tile in config.TILES[arch]:
+        wish = {"mma_tiler_mn": tile.mma_tiler_mn, "cluster_shape_mn": tile.cluster_shape_mn}
+        line = custom_call(
+            lower_for_cuda(lambda *a, wish=wish: grouped_gemm_wgrad(*a[:2], offsets=a[2], **wish), X, Y, OFFSETS),
+            library.WGRAD,
+        )
+        assert f"_{tile}_" in kernel_names(line)[arch]
+
+
+def test_wgrad_without_anything_to_add_up():
+    """No rows, or a result without elements: no kernel is called, and what was there stays."""
+    for m, n, k, l in ((0, 16, 32, 4), (64, 0, 32, 4), (64, 16, 0, 4), (64, 16, 32, 0)):
+        structs = struct(m, n), struct(m, k), struct(l, dtype=jnp.int32), struct(l, n, k, dtype=jnp.float32)
+        text = lower_for_cuda(lambda x, y, ends, d: grouped_gemm_wgrad(x, y, offsets=ends, accumulate_into=d), *structs)
+        assert "custom_call" not in text
 
 
 def kernel_names(line):

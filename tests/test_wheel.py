@@ -56,11 +56,14 @@ def test_contents(wheel):
         "jax_grouped_gemm/_data/manifest.json",
         "jax_grouped_gemm/api.py",
         "jax_grouped_gemm/compat/wrapper.py",
+        "jax_grouped_gemm/nn/linen.py",
+        "jax_plugins/jax_grouped_gemm/__init__.py",
         info + "licenses/LICENSE",
     ):
         assert needed in names
     allowed = re.compile(
-        rf"jax_grouped_gemm/(compat/)?[a-z_]+\.(py|pyi|typed)|jax_grouped_gemm/_data/[a-z_.]+|{re.escape(info)}.*"
+        rf"jax_grouped_gemm/((compat|nn)/)?[a-z_]+\.(py|pyi|typed)|jax_grouped_gemm/_data/[a-z_.]+|{re.escape(info)}.*"
+        r"|jax_plugins/jax_grouped_gemm/__init__\.py"
     )
     assert [name for name in names if not allowed.fullmatch(name)] == []
 
@@ -87,5 +90,10 @@ def test_runs_in_a_clean_environment(wheel, tmp_path):
     where = run(python, "-c", "import jax_grouped_gemm; print(jax_grouped_gemm.__file__)", **options)
     assert where.startswith(str(tmp_path))
     assert jax_grouped_gemm.__version__ in run(python, "-m", "jax_grouped_gemm", "info", **options)
+    # JAX finds the plugin, which looks at the switch; without it, it imports nothing of ours.
+    loaded = "import sys, jax; jax.devices(); print('jax_grouped_gemm.api' in sys.modules)"
+    for value, expected in (("1", "True"), ("", "False")):
+        switched = {**options, "env": env | {"JAX_GROUPED_GEMM_ACCELERATE": value}}
+        assert run(python, "-c", loaded, **switched).split()[-1] == expected
     sizes = ["--tokens", "64", "--width", "32", "--hidden", "32"]
     assert "OK: 64 tokens agree" in run(python, ROOT / "examples" / "moe_layer.py", *sizes, **options)

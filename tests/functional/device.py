@@ -217,7 +217,7 @@ def is_wgrad(variant):
 
 
 def library_call(variant, case, dynamic, b_ptrs, put, new):
-    """The library's call of this variant for an `oracle.Case` or `wgrad.Case`, on a device with put(name, array) and new(name, bytes).
+    """The library's call of this variant for an `oracle.Case` or `oracle.WgradCase`, on a device with put(name, array) and new(name, bytes).
 
     b_ptrs: of kernels that take one address per expert, how: "memory" or "value".
 

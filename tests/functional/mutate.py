@@ -330,7 +330,11 @@ def main():
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--out", help="JSON of every mutant's verdict")
     options = parser.parse_args()
-    known = {variant.name: variant for arch in config.TILES for variant in config.variants(arch)}
+    known = {
+        variant.name: variant
+        for arch in config.TILES
+        for variant in config.variants(arch) + config.wgrad_variants(arch)
+    }
     if unknown := [name for name in options.kernels if name not in known]:
         parser.error(f"no such kernel: {' '.join(unknown)}; build/aot has their names")
     record = {}

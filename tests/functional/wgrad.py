@@ -45,41 +45,6 @@ def problems(tile):
     )  # fmt: skip
 
 
-@dataclasses.dataclass
-class Case:
-    """d[expert of g] = alpha[g] x[rows of g].T y[rows of g], plus the total so far where there is one."""
-
-    x: np.ndarray
-    y: np.ndarray
-    offsets: np.ndarray
-    l: int
-    experts: np.ndarray | None
-    alpha: np.ndarray | None
-    total: np.ndarray | None
-    d_dtype: str
-
-    def groups(self):
-        """(begin, end, expert or None) of each group."""
-        begin, found = 0, []
-        for g, end in enumerate(self.offsets.tolist()):
-            end = max(begin, min(max(end, 0), len(self.x)))
-            expert = g if self.experts is None else int(self.experts[g])
-            found.append((begin, end, expert if 0 <= expert < self.l else None))
-            begin = end
-        return found
-
-    def results(self):
-        """{"D": (L, N, K) float64}"""
-        d = np.zeros((self.l, self.x.shape[1], self.y.shape[1]))
-        if self.total is not None:
-            d += self.total
-        for g, (begin, end, expert) in enumerate(self.groups()):
-            if begin < end and expert is not None:
-                alpha = 1 if self.alpha is None else self.alpha[g]
-                d[expert] += alpha * (self.x[begin:end].astype(np.float64).T @ self.y[begin:end].astype(np.float64))
-        return {"D": d}
-
-
 def make_case(rng, variant, problem, alpha, exact):
     """exact: small integers and powers of two, whose sums are exact in any order; else numbers of any kind."""
     groups, l = len(problem.ends), len(problem.ends)
@@ -89,23 +54,17 @@ def make_case(rng, variant, problem, alpha, exact):
     def numbers(*shape):
         return rng.integers(-4, 5, shape) if exact else rng.standard_normal(shape, np.float32)
 
-    case = Case(
+    case = oracle.WgradCase(
         numbers(problem.m, problem.n).astype(oracle.BF16),
         numbers(problem.m, problem.k).astype(oracle.BF16),
         np.array(problem.ends, np.int32),
         l,
-        None if problem.experts is None else np.array(problem.experts, np.int32),
         rng.choice([0.5, 1, 2, -1], groups).astype(np.float32) if alpha else None,
         numbers(l, problem.n, problem.k).astype(np.float32) if variant.accumulate else None,
         variant.d_dtype,
+        None if problem.experts is None else np.array(problem.experts, np.int32),
     )
-    # NaN wherever the result must not depend on the value.
-    used = np.zeros(problem.m, bool)
-    for g, (begin, end, expert) in enumerate(case.groups()):
-        used[begin:end] = expert is not None
-        if alpha and (begin == end or expert is None):
-            case.alpha[g] = np.nan
-    case.x[~used] = case.y[~used] = np.nan
+    case.poison()
     return case
 
 

@@ -28,6 +28,17 @@ class Call(ctypes.Structure):
     )
 
 
+class WgradCall(ctypes.Structure):
+    """jgg_wgrad_call of ffi/c_api.h."""
+
+    _fields_ = (
+        [("struct_size", c_int64)]
+        + [(name, c_char_p) for name in ("sm90", "sm100", "d_dtype")]
+        + [(name, c_int64) for name in ("m", "n", "k", "l", "groups", "dynamic", "accumulate", "overlap_margin")]
+        + [(name, c_uint64) for name in ("x", "y", "offsets", "experts", "alpha", "d", "scratch", "stream")]
+    )
+
+
 class StandIn:
     def __init__(self):
         # Its name is libcuda.so.1: the library, which opens that later, gets this one.
@@ -55,7 +66,7 @@ class Recorder:
     def __init__(self):
         self.stand_in = StandIn()
         self.library = ctypes.CDLL(str(BUILD / "libjax_grouped_gemm.so"))
-        self.library.jgg_forward.restype = c_char_p
+        self.library.jgg_forward.restype = self.library.jgg_wgrad.restype = c_char_p
         manifest = json.loads((BUILD / "aot" / "manifest.json").read_text())
         self.kernels = {kernel["name"]: kernel for kernel in manifest["kernels"]}
         self.host_code = {}
@@ -63,12 +74,12 @@ class Recorder:
     def launch_ours(self, call):
         addresses = call["weight_addresses"]
         values = {key: value.encode() if isinstance(value, str) else value for key, value in call["problem"].items()}
-        request = Call(
-            struct_size=ctypes.sizeof(Call),
-            weight_addresses=(c_uint64 * len(addresses))(*addresses) if addresses else None,
-            **values,
-        )
-        error = self.library.jgg_forward(ctypes.byref(request))
+        if addresses:
+            values["weight_addresses"] = (c_uint64 * len(addresses))(*addresses)
+        entry, kind = {"forward": (self.library.jgg_forward, Call), "wgrad": (self.library.jgg_wgrad, WgradCall)}[
+            call["kind"]
+        ]
+        error = entry(ctypes.byref(kind(struct_size=ctypes.sizeof(kind), **values)))
         if error is not None:
             raise RuntimeError(error.decode())
 
@@ -78,17 +89,18 @@ class Recorder:
         self.host_code[name].launch(*arguments)
 
     def record(self, call):
-        prologue, forward = call["prologue"], call["forward"]
-        names = [name for name in (prologue, forward) if name]
+        prologue, main = call["prologue"], call["kernel"]
+        arguments_of = {"forward": forward_arguments, "wgrad": wgrad_arguments}[call["kind"]]
+        names = [name for name in (prologue, main) if name]
         self.stand_in.device(call["arch"], call["max_clusters"], [self.kernels[name] for name in names])
         ours, maps, memsets = self.stand_in.record(self.launch_ours, call)
         for launch in ours:
-            launch["kernel"] = forward if launch is ours[-1] else prologue
+            launch["kernel"] = main if launch is ours[-1] else prologue
             launch["fields"] = fields_of(self.kernels[launch["kernel"]], launch["parameters"])
         theirs = []
         for launch in ours:
             kernel = launch["kernel"]
-            arguments = forward_arguments(call, launch) if kernel == forward else prologue_arguments(call, launch)
+            arguments = arguments_of(call, launch) if kernel == main else prologue_arguments(call, launch)
             (their,), _, _ = self.stand_in.record(self.launch_theirs, kernel, arguments)
             theirs.append(their | {"kernel": kernel, "fields": fields_of(self.kernels[kernel], their["parameters"])})
         return {"ours": ours, "theirs": theirs, "maps": maps, "memsets": memsets}
@@ -112,18 +124,25 @@ def forward_arguments(call, launch):
     counter = p["scratch"] + (0 if dense else 128 * p["l"]) if p["dynamic"] else 0
     # Without an array of weights, the map that is passed describes one expert at A's address.
     pointers = [p["a"], p["b"] if dense else p["a"], p["d"], *([p["c"]] if takes["c"] else [])]
-    pointers += [*([] if dense else [p["scratch"]]), p["offsets"], counter]
+    pointers += [*([] if dense else [p["scratch"]]), p["offsets"], p["experts"], counter]
     pointers += [p["alpha"], p["prob"]] if takes["scales"] else []
     pointers += [p["bias"]] if takes["bias"] else []
     taken = {"bias": "bias_dtype", "d_type": "d_dtype", "c_type": "c_dtype"}
     types = [TYPES[p[dtype]] for name, dtype in taken.items() if takes[name]]
-    # Theirs is told the number of clusters, which ours computes.
+    return [*map(c_uint64, pointers), *map(c_int32, types), *extents(p, launch)]
+
+
+def wgrad_arguments(call, launch):
+    """Of `Wgrad.__call__`."""
+    p = call["problem"]
+    pointers = [p["x"], p["y"], p["d"], p["offsets"], p["experts"], p["scratch"] if p["dynamic"] else 0, p["alpha"]]
+    return [*map(c_uint64, pointers), *extents(p, launch)]
+
+
+def extents(p, launch):
+    """Theirs is told the number of clusters, which ours computes."""
     clusters = launch["grid"][0] // launch["cluster"][0]
-    return [
-        *map(c_uint64, pointers),
-        *map(c_int32, (*types, p["m"], p["n"], p["k"], p["l"], clusters)),
-        c_uint64(p["stream"]),
-    ]
+    return [*map(c_int32, (p["m"], p["n"], p["k"], p["l"], p["groups"], clusters)), c_uint64(p["stream"])]
 
 
 def prologue_arguments(call, launch):

@@ -1,6 +1,6 @@
 """One launch of a Blackwell kernel as sentryward takes it: the kernel's PTX, and all that the library would pass to it.
 
-Only kernels with dense weights, whose tensor maps are all parameters, and only the static schedule: the tile counter is null.
+Only kernels with dense weights, whose tensor maps are all parameters, and only the static schedule: the tile counter is null. Group g is expert g's: so are the groups' experts.
 """
 
 import dataclasses
@@ -94,11 +94,12 @@ def describe(facts, problem):
         "DIM_N": problem.n,
         "DIM_K": problem.k,
         "DIM_L": len(problem.sizes),
+        "DIM_GROUPS": len(problem.sizes),
         "DIM_D_ROWS": problem.m + facts["maps"]["MAP_D"][1],
         **dict.fromkeys(("TYPE_BIAS", "TYPE_C", "TYPE_D"), TYPE_CODE[problem.dtype]),
     }
     maps = tensor_maps(facts, problem)
-    absent = {"counter"} | problem.absent
+    absent = {"counter", "experts"} | problem.absent
     description = {key: [] for key in ("declarations", "arguments", "shape_arrays", "tma_descriptors")}
     for field, at, _ in facts["fields"]:
         (index,) = (i for i, (begin, size) in enumerate(facts["params"]) if begin <= at < begin + size)

@@ -1,0 +1,116 @@
+"""What the modules of `linen` and `nnx` compute, on plain arrays and functions. T tokens, E experts, k for each token, width D."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_grouped_gemm import api, contract, ragged
+from jax_grouped_gemm.nn import permutation, routing
+
+# Dense's initialiser for each expert: the expert axis counts as no part of the fan-in.
+default_kernel_init = jax.nn.initializers.lecun_normal(batch_axis=(0,))
+default_bias_init = jax.nn.initializers.zeros
+
+
+class RouterLosses(NamedTuple):
+    """() float32 each, without coefficients; those of `routing` by these names."""
+
+    load_balancing_loss: jax.Array
+    router_z_loss: jax.Array
+
+
+def grouped_dense(rows, kernel, bias, group_sizes, prob=None, *, dtype=None, precision=None):
+    """prob * (rows @ kernel[e] + bias[e]) for the rows of each expert e.
+
+    Args:
+      rows: (M, in), sorted by expert.
+      kernel: (E, in, features).
+      bias: (E, features) or None.
+      group_sizes: (E,) int32, rows of each expert.
+      prob: (M,) float32, a factor per row, or None.
+      dtype: that rows, kernel and bias are cast to; None for the one that theirs promote to, as in Flax. In bfloat16,
+        and where in and features are multiples of 8, the kernels compute; else `ragged_dot`, whose products are JAX's.
+      precision: of JAX's products.
+
+    Returns:
+      (M, features) of that dtype. Rows past the last expert's are zero.
+
+    Raises:
+      ValueError: shapes.
+    """
+    contract.check_grouped_dense(rows, kernel, bias, group_sizes, prob)
+    rows, kernel, bias = _promote(dtype, rows, kernel, bias)
+    if bias is not None and prob is not None:
+        # A factor of grouped_gemm is one of the bias alone; the product is linear in its rows.
+        rows = _scaled(rows, prob)
+    if rows.dtype == jnp.bfloat16 and not any(size % contract.ALIGNMENT for size in kernel.shape[1:]):
+        return api.grouped_gemm(rows, kernel, group_sizes=group_sizes, b_major="n", prob=prob, bias=bias)
+    out = ragged.ragged_dot(rows, kernel, group_sizes, precision)
+    if bias is None:
+        return out if prob is None else _scaled(out, prob)
+    # Each row's bias, as a product with ones: a gather would be transposed to a scatter.
+    factor = jnp.ones(rows.shape[0], rows.dtype) if prob is None else prob.astype(rows.dtype)
+    return out + ragged.ragged_dot(factor[:, None], bias[:, None, :], group_sizes, jax.lax.Precision.HIGHEST)
+
+
+def moe_mlp(
+    inputs,
+    mask,
+    *,
+    router,
+    gate,
+    up,
+    down,
+    k,
+    normalize=True,
+    activation=jax.nn.silu,
+    dtype=None,
+):
+    """A mixture of gated MLPs: for each token, sum over its k experts of prob * down(activation(gate(x)) * up(x)).
+
+    The experts of Mixtral of Experts, Jiang et al. 2024, arXiv:2401.04088, section 2.1, with SwiGLU of Shazeer 2020,
+    arXiv:2002.05202, eq. 6, by default. `prob` is a factor of the last product, so that no pass over the rows is needed for it.
+
+    Args:
+      inputs: (..., D).
+      mask: (...) bool, or None. Where it is False, padding, the result and all gradients are zero, whatever the input holds.
+      router: function of tokens (T, D) to logits (T, E).
+      gate, up: functions of rows (M, D) and group sizes to (M, hidden).
+      down: function of rows (M, hidden), group sizes and prob to (M, D).
+      k, normalize: as for `top_k_route`.
+      activation: of the gate, computed in float32.
+      dtype: that tokens are cast to before they are copied to rows, if any.
+
+    Returns:
+      (..., D) of the dtype of `down`, and the `RouterLosses`.
+    """
+    contract.check_tokens(inputs, mask)
+    tokens = inputs.reshape(-1, inputs.shape[-1])
+    if mask is not None:
+        mask = mask.reshape(-1)
+        tokens = jnp.where(mask[:, None], tokens, jnp.zeros((), tokens.dtype))
+    logits = router(tokens)
+    route = routing.top_k_route(logits, k, normalize=normalize, mask=mask)
+    losses = RouterLosses(routing.load_balancing_loss(logits, route), routing.router_z_loss(logits, mask=mask))
+    rows = routing.dispatch(tokens if dtype is None else tokens.astype(dtype), route)
+    hidden = _gated(activation, gate(rows, route.group_sizes), up(rows, route.group_sizes))
+    out = routing.combine(down(hidden, route.group_sizes, routing.sorted_probs(route)), route)
+    return out.reshape(*inputs.shape[:-1], out.shape[-1]), losses
+
+
+def _gated(activation, gate, up):
+    wide = permutation.wide(gate.dtype)
+    return (activation(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
+
+
+def _scaled(rows, factor):
+    wide = permutation.wide(rows.dtype)
+    return (rows.astype(wide) * factor.astype(wide)[:, None]).astype(rows.dtype)
+
+
+def _promote(dtype, *arrays):
+    if dtype is None:
+        dtype = jnp.result_type(*(x for x in arrays if x is not None))
+        dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
+    return [x if x is None else jnp.asarray(x, dtype) for x in arrays]

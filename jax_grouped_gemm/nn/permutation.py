@@ -1,0 +1,120 @@
+"""Two linear maps of rows, each the other's transpose and both made of gathers.
+
+JAX would transpose a gather to a scatter-add, which is slow and, on GPUs, adds in no fixed order. But here the indices are
+a permutation, so that the transpose is a gather too, by the inverse. The maps are primitives, which makes them
+differentiable in both modes and to any order.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.dispatch import apply_primitive
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_grouped_gemm import contract
+
+spread_p = Primitive("spread_rows")
+gather_sum_p = Primitive("gather_sum_rows")
+
+
+def argsort(x):
+    """The stable permutation that sorts x (n,): int32.
+
+    Not jnp.argsort: in a shard_map that checks varying axes, JAX 0.10 takes its result for one that is the same on all devices,
+    and a gradient is then made with the first device's.
+    """
+    keys, index = _varying_alike(x, jax.lax.iota(jnp.int32, x.size))
+    return jax.lax.sort([keys, index], num_keys=1, is_stable=True)[1]
+
+
+def spread(x, order, inverse, k):
+    """k copies of each row of x (T, D), permuted: row i of the result (T * k, D) is x[order[i] // k]."""
+    return spread_p.bind(*_varying_alike(x, order, inverse), k=k)
+
+
+def gather_sum(rows, order, inverse, k):
+    """Its transpose: row t of the result (T, D) is the sum of rows[inverse[t * k + s]] over s < k, in float32."""
+    return gather_sum_p.bind(*_varying_alike(rows, order, inverse), k=k)
+
+
+def _spread(x, order, inverse, *, k):
+    return _rows(x, order // k)
+
+
+def _gather_sum(rows, order, inverse, *, k):
+    of_tokens = _rows(rows, inverse).reshape(rows.shape[0] // k, k, rows.shape[1])
+    return of_tokens.sum(axis=1, dtype=wide(rows.dtype)).astype(rows.dtype)
+
+
+def wide(dtype):
+    """float32, or more. Not jnp.promote_types, which some users have made strict."""
+    return jnp.float32 if jnp.dtype(dtype).itemsize < 4 else dtype
+
+
+def _rows(x, index):
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def _spread_aval(x, order, inverse, *, k):
+    return _aval(x, x.shape[0] * k)
+
+
+def _gather_sum_aval(rows, order, inverse, *, k):
+    return _aval(rows, rows.shape[0] // k)
+
+
+def _aval(x, rows):
+    mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+    if jax.sharding.AxisType.Explicit in (getattr(mesh, "axis_types", None) or ()):
+        raise contract.no_explicit_rows()
+    return x.update(shape=(rows, x.shape[1]), weak_type=False)
+
+
+def _varying_alike(*operands):
+    """Where a shard_map tracks what varies over which mesh axes, the operands as varying over the same."""
+    axes = [_axes(jax.typeof(x)) for x in operands]
+    union = frozenset().union(*axes)
+    return [x if own == union else _vary(x, tuple(union - own)) for x, own in zip(operands, axes, strict=True)]
+
+
+def _axes(aval):
+    manual = getattr(aval, "manual_axis_type", None)  # since JAX 0.10; before, `vma`
+    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+
+
+def _vary(x, axes):
+    lax: Any = jax.lax  # whose pvary became pcast
+    return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)
+
+
+def _define(primitive, transpose, function, aval):
+    def batch(operands, dims, *, k):
+        """A batch is one call: its rows end to end."""
+        size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
+        x, order, inverse = (
+            jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+            for x, dim in zip(operands, dims, strict=True)
+        )
+        first = jnp.arange(size, dtype=order.dtype)[:, None] * order.shape[1]
+        flat = primitive.bind(
+            x.reshape(size * x.shape[1], x.shape[2]), (order + first).reshape(-1), (inverse + first).reshape(-1), k=k
+        )
+        return flat.reshape(size, flat.shape[0] // size, flat.shape[1]), 0
+
+    def transposed(cotangent, x, order, inverse, *, k):
+        found = None if type(cotangent) is ad.Zero else transpose.bind(cotangent, order, inverse, k=k)
+        return found, None, None
+
+    primitive.def_impl(functools.partial(apply_primitive, primitive))
+    primitive.def_abstract_eval(aval)
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
+    ad.defjvp(primitive, lambda tangent, x, *permutation, k: primitive.bind(tangent, *permutation, k=k), None, None)
+    ad.primitive_transposes[primitive] = transposed
+    batching.primitive_batchers[primitive] = batch
+
+
+_define(spread_p, gather_sum_p, _spread, _spread_aval)
+_define(gather_sum_p, spread_p, _gather_sum, _gather_sum_aval)

@@ -1,0 +1,242 @@
+"""`accelerate`: JAX's own ragged_dot, lowered to the kernels."""
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_grouped_gemm as jgg
+from jax_grouped_gemm import acceleration, contract, ffi_call, library
+
+
+@pytest.fixture(autouse=True)
+def _built(monkeypatch):
+    monkeypatch.setattr(ffi_call, "cuda_capabilities", tuple)
+    monkeypatch.setattr(library, "manifest", lambda: {"build_id": "the build"})
+    ffi_call.log_once.cache_clear()
+    yield
+    jgg.accelerate(False)
+
+
+def struct(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+OPERANDS = struct(64, 32), struct(4, 32, 16), struct(4, dtype=jnp.int32)
+
+
+def custom_calls(function, *operands, platform="cuda"):
+    """Names of our custom calls in the lowered program, in order."""
+    text = jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+    return re.findall(r"custom_call @(jax_grouped_gemm_\w+)", text)
+
+
+def loss(lhs, rhs, sizes):
+    return jax.lax.ragged_dot(lhs, rhs, sizes).astype(jnp.float32).sum()
+
+
+def test_on_and_off():
+    assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == []
+    jgg.accelerate()
+    assert acceleration.active()
+    assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == [library.FORWARD]
+    jgg.accelerate()  # once more changes nothing
+    jgg.accelerate(False)
+    assert not acceleration.active()
+    assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == []
+
+
+def test_for_a_while():
+    with jgg.accelerate():
+        assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == [library.FORWARD]
+        with jgg.accelerate(False):
+            assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == []
+        assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == [library.FORWARD]
+    assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == []
+
+
+def test_undoing_restores_what_jax_had():
+    from jax._src.interpreters import mlir
+
+    before = dict(mlir._platform_specific_lowerings["cuda"])
+    with jgg.accelerate():
+        assert mlir._platform_specific_lowerings["cuda"] != before
+    assert mlir._platform_specific_lowerings["cuda"] == before
+
+
+def test_forward_and_backward():
+    with jgg.accelerate():
+        calls = custom_calls(jax.value_and_grad(loss, (0, 1)), *OPERANDS)
+    assert sorted(calls) == [library.FORWARD, library.FORWARD, library.WGRAD]
+
+
+def test_nothing_is_transposed_or_copied():
+    with jgg.accelerate():
+        text = jax.jit(jax.grad(loss, (0, 1))).trace(*OPERANDS).lower(lowering_platforms=("cuda",)).as_text()
+    assert "4x16x32" not in text  # the weights with their dimensions exchanged
+    assert "scatter" not in text
+
+
+def test_other_platforms_are_left_alone():
+    with jgg.accelerate():
+        assert custom_calls(jax.lax.ragged_dot, *OPERANDS, platform="cpu") == []
+        lhs, rhs, sizes = jnp.ones((64, 32), jnp.bfloat16), jnp.ones((4, 32, 16), jnp.bfloat16), jnp.array([9, 0, 5, 2])
+        got = np.asarray(jax.lax.ragged_dot(lhs, rhs, sizes), np.float32)
+    np.testing.assert_array_equal(got[:, 0], np.where(np.arange(64) < 16, 32, 0))
+
+
+@pytest.mark.parametrize(
+    ("operands", "why"),
+    [
+        ((struct(64, 32, dtype=jnp.float32), struct(4, 32, 16, dtype=jnp.float32)), "operands are float32 and float32"),
+        ((struct(64, 36), struct(4, 36, 16)), "K is 36, no multiple of 8"),
+    ],
+)
+def test_what_the_kernels_do_not_do_stays_with_jax(caplog, operands, why):
+    caplog.set_level(logging.WARNING, "jax_grouped_gemm")
+    with jgg.accelerate():
+        for _ in range(2):
+            assert custom_calls(lambda *x: jax.lax.ragged_dot(*x), *operands, OPERANDS[2]) == []
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"jax.lax.ragged_dot is JAX's own: {why}")
+
+
+def test_gpu_that_the_kernels_are_not_for(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "jax_grouped_gemm")
+    monkeypatch.setattr(ffi_call, "cuda_capabilities", lambda: ("8.0",))
+    with jgg.accelerate():
+        assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == []
+    assert contract.unsupported_capability(("8.0",)) in caplog.text
+
+
+def test_vmapped_products():
+    batched = struct(3, 64, 32), struct(3, 4, 32, 16), struct(3, 4, dtype=jnp.int32)
+    with jgg.accelerate():
+        assert custom_calls(jax.vmap(jax.lax.ragged_dot), *batched) == [library.FORWARD]
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, re
+{prepare}
+jax.devices()
+operands = [jax.ShapeDtypeStruct(*x) for x in (((64, 32), jnp.bfloat16), ((4, 32, 16), jnp.bfloat16), ((4,), jnp.int32))]
+text = jax.jit(jax.lax.ragged_dot).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+print(len(re.findall("custom_call @jax_grouped_gemm_forward", text)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "prepare", ["import jax_grouped_gemm", ""]
+)  # JAX finds the plugin where the package is installed
+@pytest.mark.parametrize(("value", "calls"), [("1", 1), ("0", 0), (None, 0)])
+def test_environment(prepare, value, calls):
+    if library.MANIFEST.exists() is False:
+        pytest.skip("nothing is built")
+    env = {name: text for name, text in os.environ.items() if name != acceleration.SWITCH}
+    if value is not None:
+        env[acceleration.SWITCH] = value
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(prepare=prepare)], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(calls)]
+
+
+# --- an unmodified layer of a public library --------------------------------------------------------------------------
+
+
+def library_layer():
+    """The module of a public library's mixture-of-experts layer; it stands alone, its package wants much that it does not."""
+    try:
+        files = importlib.metadata.files("google-tunix")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("google-tunix is not installed")
+    pytest.importorskip("flax")
+    (path,) = [file.locate() for file in files if str(file) == "tunix/models/gemma4/moe.py"]
+    spec = importlib.util.spec_from_file_location("tunix_gemma4_moe", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_layer(experts, embed=64, hidden=32, dtype=jnp.bfloat16):
+    from flax import nnx
+
+    config = types.SimpleNamespace(
+        embed_dim=embed,
+        expert_dim=hidden,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        dtype=dtype,
+        param_dtype=dtype,
+        shd_config=types.SimpleNamespace(exp_weight_edf=None, exp_weight_efd=None),
+    )
+    return nnx.split(library_layer().MoERagged(config, rngs=nnx.Rngs(0)))
+
+
+@pytest.fixture
+def _as_its_authors_run_it():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def layer_loss(graph, state, x):
+    from flax import nnx
+
+    return jnp.mean(jnp.square(nnx.merge(graph, state)(x).astype(jnp.float32)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("_as_its_authors_run_it")
+def test_layer_of_a_library_is_lowered_to_the_kernels():
+    graph, state = make_layer(8)
+    gradient = jax.value_and_grad(lambda state, x: layer_loss(graph, state, x), (0, 1))
+    x = struct(1, 128, 64)
+    assert custom_calls(gradient, state, x) == []
+    with jgg.accelerate():
+        calls = custom_calls(gradient, state, x)
+    # Two products, and the gradients of both operands of each.
+    assert sorted(calls) == [library.FORWARD] * 4 + [library.WGRAD] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("_as_its_authors_run_it")
+def test_layer_of_a_library_gives_the_same_on_the_kernels(monkeypatch):
+    monkeypatch.undo()
+    graph, state = make_layer(16, embed=512, hidden=256)
+    x = jax.random.normal(jax.random.key(1), (2, 512, 512), jnp.bfloat16)
+
+    def gradient(state, x):
+        return jax.value_and_grad(lambda state, x: layer_loss(graph, state, x), (0, 1))(state, x)
+
+    def products(compiled):
+        return compiled.as_text().count("jax_grouped_gemm_")
+
+    before = jax.jit(gradient).lower(state, x).compile()
+    with jgg.accelerate():
+        after = jax.jit(gradient).lower(state, x).compile()
+    assert products(before) == 0 < products(after)
+    exact_graph, _ = make_layer(16, embed=512, hidden=256, dtype=jnp.float32)
+    exactly = jax.tree.map(lambda w: w.astype(jnp.float32), (state, x))
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(lambda *o: jax.value_and_grad(lambda *o: layer_loss(exact_graph, *o), (0, 1))(*o))(*exactly)
+
+    def errors(results):
+        for got, exact in zip(jax.tree.leaves(results), jax.tree.leaves(want), strict=True):
+            got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+            yield np.linalg.norm(got - exact) / np.linalg.norm(exact)
+
+    # What float32 would give, as closely as JAX's own products in bfloat16 do.
+    for ours, theirs in zip(errors(after(state, x)), errors(before(state, x)), strict=True):
+        assert ours <= 1.2 * theirs + 1e-3
