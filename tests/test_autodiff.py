@@ -419,6 +419,7 @@ def problem(rng, options):
     case = make(rng, d_dtype="float32", **options)
     arrays = as_jax(case)
     along = {name: jnp.asarray(rng.standard_normal(x.shape), x.dtype) for name, x in arrays.items()}
+    along |= {name: along[name].at[case.end() :].set(jnp.nan) for name in ("a", "prob") if name in along}
     return case, arrays, along
 
 
