@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("sentryward")  # a developer's tool; machines that only run the GPU tests lack it
 
-from static_proof import launch, proofs, verify  # noqa: E402
+from static_proof import launch, proofs, verify
 
 pytestmark = pytest.mark.slow
 
