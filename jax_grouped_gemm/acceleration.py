@@ -4,10 +4,11 @@ import os
 from typing import Any
 
 import jax
+from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.interpreters import mlir
 from jax._src.lax.lax import ragged_dot_general_p
 
-from jax_grouped_gemm import ffi_call, ragged
+from jax_grouped_gemm import ffi_call, meshes, ragged
 
 SWITCH = "JAX_GROUPED_GEMM_ACCELERATE"
 PLATFORM = "cuda"
@@ -65,12 +66,14 @@ def _set(on):
     if on:
         _jax_rules = rules.get(ragged_dot_general_p), mlir._lowerings.get(ragged_dot_general_p)
         mlir.register_lowering(ragged_dot_general_p, _lower, platform=PLATFORM)
+        prim_requires_devices_during_lowering.add(ragged_dot_general_p)  # as those that it becomes do
     else:
         own, _ = _jax_rules
         if own is None:
             del rules[ragged_dot_general_p]
         else:
             rules[ragged_dot_general_p] = own
+        prim_requires_devices_during_lowering.discard(ragged_dot_general_p)
         _jax_rules = None
     jax.clear_caches()
 
@@ -84,11 +87,11 @@ def _lower(ctx, lhs, rhs, group_sizes, **parameters):
         rule: Any = own or of_all
         rule = getattr(rule, "rule", rule)  # newer versions keep more than the rule
         return rule(ctx, lhs, rhs, group_sizes, **parameters)
-    return mlir.lower_fun(plan, multiple_results=False)(ctx, lhs, rhs, group_sizes)
+    return meshes.lower(plan, ctx, (lhs, rhs, group_sizes), multiple_results=False)
 
 
 def _plan(lhs, rhs, group_sizes, *, ragged_dot_dimension_numbers, preferred_element_type, group_offset, **parameters):
-    if group_offset is not None or parameters.get("out_sharding") is not None:
+    if group_offset is not None or meshes.has_explicit(parameters.get("out_sharding")):
         return "group_offset or out_sharding is given"
     choice = ffi_call.choose(PLATFORM, None)
     if not choice.kernels:

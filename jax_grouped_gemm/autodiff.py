@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from jax_grouped_gemm import contract, cotangents, ffi_call, rows
+from jax_grouped_gemm import contract, cotangents, ffi_call, meshes, rows
 from jax_grouped_gemm.contract import Operands, WgradOperands
 from jax_grouped_gemm.ffi_call import grouped_gemm, grouped_gemm_p
 from jax_grouped_gemm.wgrad_call import grouped_wgrad, grouped_wgrad_p
@@ -74,7 +74,7 @@ def _jvp(primals, tangents, *, call):
     kept = tuple(name in wanted for name in names)
     operands = [x for x, there in zip((*primals, *tangents), kept + moved, strict=True) if there]
     outputs = grouped_gemm_p.bind(*primals, call=call)
-    return outputs, grouped_gemm_tangent_p.bind(*operands, call=Tangent(call, kept, moved))
+    return outputs, grouped_gemm_tangent_p.bind(*meshes.alike(operands), call=Tangent(call, kept, moved))
 
 
 def _names(call):
@@ -135,9 +135,8 @@ def _bias_tangent(call, at, moving):
 
 @grouped_gemm_tangent_p.def_abstract_eval
 def _abstract_eval(*operands, call):
-    ffi_call.check_meshes(operands)
     of = call.call
-    return [jax.core.ShapedArray((of.m, of.n), jnp.dtype(dtype)) for dtype in of.output_dtypes]
+    return [meshes.result((of.m, of.n), jnp.dtype(dtype), operands) for dtype in of.output_dtypes]
 
 
 def _tangent_jvp(primals, tangents, *, call):

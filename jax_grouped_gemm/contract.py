@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax._src.core import ShardingTypeError
 
 from jax_grouped_gemm import config
 
@@ -614,17 +615,84 @@ def pointers_need_library(why):
     return RuntimeError(f"b_ptrs on cpu need the package's library: {why}; or pass the weights as a tuple of arrays")
 
 
-def no_explicit_sharding():
-    return NotImplementedError(
-        "grouped_gemm has no rule yet for operands on a mesh with explicit axes; call it on each device's part inside "
-        "jax.shard_map with check_vma=False, or make the mesh with axis_types=(jax.sharding.AxisType.Auto,)"
+# --- several devices --------------------------------------------------------------------------------------------------
+
+# On explicit axes errors are of the type that JAX raises for jax.lax.dot_general there.
+_IN_SHARD_MAP = "or call it on each device's part inside jax.shard_map"
+
+
+def _named(axes):
+    return ", ".join(map(repr, axes))
+
+
+def different_meshes(one, other):
+    return ShardingTypeError(
+        f"operands must be on one mesh; got {one} and {other}; move them to one, e.g. with jax.device_put"
     )
 
 
-def no_varying_axes():
+def needs_a_sum(what, axes):
+    return ShardingTypeError(
+        f"{what} must not be sharded over explicit axes: the result would be a sum over devices, and nothing says how it "
+        f"is to be sharded; got {_named(axes)}; reshard the operand with jax.sharding.reshard, say it with "
+        f"jax.sharding.auto_axes(..., out_sharding=), {_IN_SHARD_MAP} with jax.lax.psum"
+    )
+
+
+def shardings_unlike(what, found):
+    return ShardingTypeError(
+        f"{what} must be sharded alike in all operands that have it; got {' and '.join(map(_named, found))}; "
+        f"reshard one with jax.sharding.reshard, {_IN_SHARD_MAP}"
+    )
+
+
+def axis_twice(axis, dimensions):
+    return ShardingTypeError(
+        f"an axis of the mesh can shard one dimension of the result; got {axis!r} for {' and '.join(dimensions)}; "
+        f"reshard an operand with jax.sharding.reshard, {_IN_SHARD_MAP}"
+    )
+
+
+def uneven(name, size, axes, devices, unit):
+    multiple = f"{unit * devices}, {unit} for each of the {devices} devices" if unit > 1 else f"{devices}, the devices"
+    return ValueError(
+        f"{name} must be a multiple of {multiple} that {_named(axes)} shards it over; got {size}; "
+        f"pad it, shard it over fewer devices, {_IN_SHARD_MAP}"
+    )
+
+
+def weights_unlike(name, found):
+    return ValueError(
+        f"{name} must be sharded alike in all weights, each over axes of its own; got {' and '.join(map(_named, found))}; "
+        "move some with jax.device_put or jax.lax.with_sharding_constraint"
+    )
+
+
+def pointers_sharded(name, axes):
+    return ValueError(
+        f"{name} must not be sharded with b_ptrs, addresses that every device reads whole weights by; "
+        f"got {_named(axes)}; shard rows only, {_IN_SHARD_MAP}, with addresses of its own"
+    )
+
+
+def no_mesh(found):
+    return ValueError(
+        f"operands must have a jax.sharding.NamedSharding where XLA partitions the program; got {found}; "
+        f"move them with jax.device_put, {_IN_SHARD_MAP}"
+    )
+
+
+def partly_manual(axes):
     return NotImplementedError(
-        "grouped_gemm has no rule yet for a shard_map that checks varying axes; pass check_vma=False to jax.shard_map, "
-        "and mind that a forgotten psum is not noticed then"
+        f"grouped_gemm in a jax.shard_map must have all axes of the mesh manual: XLA could only gather what others shard; "
+        f"got {_named(axes)} left automatic; leave axis_names out, or name them too"
+    )
+
+
+def no_partitioning_in_export():
+    return NotImplementedError(
+        "grouped_gemm on several devices cannot be exported where XLA is to partition it: its rule is Python, which stays in "
+        "this process; call it on each device's part inside jax.shard_map, or export the program for one device"
     )
 
 

@@ -1,13 +1,14 @@
 """The debug switch: offsets of a traced program, whose values cannot be seen, are checked where it runs."""
 
 import functools
+import math
 import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import sequential_vmap
+from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 
 from jax_grouped_gemm import contract
@@ -26,23 +27,40 @@ def checked(check, groups, m, operand):
     The device decides whether there is one; only then the host is asked, which finds the same entry and raises.
     """
 
-    def fail(groups):
+    def fail(state):
+        bad, groups = state
         shape = jax.ShapeDtypeStruct(groups.shape, groups.dtype)
         nothing = io_callback(functools.partial(_raise, check, m, operand), shape, groups)
-        return groups + nothing  # of the type of `groups`: in a shard_map, a callback's result varies over no axis
+        return (
+            ~bad,
+            groups + nothing,
+        )  # of the types of `state`: in a shard_map, a callback's result varies over no axis
 
-    # Under vmap one after the other: a cond with a batched predicate would have to run both branches.
-    @sequential_vmap
-    def check_one(groups):
-        return lax.cond(_any_bad(check, groups, m), fail, lambda groups: groups, groups)
+    # A loop that ends at once, for want of a conditional that JAX would batch: a bad entry takes one turn. Its result goes
+    # on to the call, so that nothing between the two is free to drop the check.
+    _, groups = lax.while_loop(lambda state: state[0], fail, (_in_any(check, groups, m), groups))
+    return groups
 
-    # The result goes on to the call, so that nothing between the two is free to drop the check.
-    return check_one(groups)
+
+def _in_any(check, groups, m):
+    """Whether an entry is bad; under vmap, in any call of the batch, as the loop may not have an end for each."""
+
+    @custom_vmap
+    def decided(groups):
+        calls = groups.reshape(math.prod(groups.shape[:-1]), groups.shape[-1])
+        return jnp.any(jax.vmap(lambda groups: _any_bad(check, groups, m))(calls))
+
+    @decided.def_vmap
+    def _of_batch(size, batched, groups):
+        del size, batched
+        return decided(groups), False
+
+    return decided(groups)
 
 
 def _raise(check, m, operand, groups):
     check(np.asarray(groups), m, operand)
-    raise AssertionError("the device found a bad entry and the host did not")
+    return np.zeros_like(groups)  # of a batch, a call whose entries are good
 
 
 def _any_bad(check, groups, m):

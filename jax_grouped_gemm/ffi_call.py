@@ -10,11 +10,11 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.dispatch import apply_primitive
+from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_grouped_gemm import config, contract, library, reference
+from jax_grouped_gemm import config, contract, library, meshes, partitioning, reference
 
 logger = logging.getLogger("jax_grouped_gemm")
 
@@ -26,33 +26,12 @@ def grouped_gemm(call, operands):
     """[D] or [D, C], both (M, N), for `contract.Operands`."""
     if call.empty:
         return [jnp.zeros((call.m, call.n), dtype) for dtype in call.output_dtypes]
-    return grouped_gemm_p.bind(*call.flat(operands), call=call)
+    return partitioning.bind(grouped_gemm_p, partitioning.Gemm(call), call.flat(operands))
 
 
 @grouped_gemm_p.def_abstract_eval
 def _abstract_eval(*operands, call):
-    check_meshes(operands)
-    return [jax.core.ShapedArray((call.m, call.n), jnp.dtype(dtype)) for dtype in call.output_dtypes]
-
-
-def check_meshes(operands):
-    """What no primitive of the package has a rule for yet."""
-    if any(map(_varies, operands)):
-        raise contract.no_varying_axes()
-    if any(map(_on_explicit_mesh, operands)):
-        raise contract.no_explicit_sharding()
-
-
-def _varies(aval):
-    """Inside a shard_map that tracks which mesh axes a value varies over, this one does."""
-    manual = getattr(aval, "manual_axis_type", None)  # since JAX 0.10; before, `vma`
-    return bool(getattr(aval, "vma", ()) if manual is None else manual.varying)
-
-
-def _on_explicit_mesh(aval):
-    """The type of this value has a sharding, which that of the result would have to follow from."""
-    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
-    return jax.sharding.AxisType.Explicit in (getattr(mesh, "axis_types", None) or ())
+    return [meshes.result((call.m, call.n), jnp.dtype(dtype), operands) for dtype in call.output_dtypes]
 
 
 # --- which implementation ---------------------------------------------------------------------------------------------
@@ -194,20 +173,31 @@ def kernel_name(arch, call):
     return config.Variant(arch, tile, call.b_major, weights, d_dtype, epilogue).name
 
 
-def register(primitive, implementation):
-    """How the primitive runs: `implementation(platform, *operands, call)`, traced where the program is lowered."""
+def register(primitive, implementation, rule=None):
+    """How the primitive runs: `implementation(platform, *operands, call)`, traced where the program is lowered.
+
+    rule: of `partitioning`, for programs that XLA partitions over several devices; None for a primitive that is made of
+    others.
+    """
     # JAX's own way to run one primitive: a jit of our own would call itself under jax.disable_jit and jax_debug_nans.
     primitive.def_impl(functools.partial(apply_primitive, primitive))
+    prim_requires_devices_during_lowering.add(primitive)  # as does custom_partitioning, which JAX cannot see in it
 
     def lowering(platform):
-        return mlir.lower_fun(functools.partial(implementation, platform), multiple_results=True)
+        def lower(ctx, *operands, call):
+            run = functools.partial(implementation, platform, call=call)
+            if rule is not None and partitioning.is_automatic(ctx.module_context):
+                run = functools.partial(partitioning.automatic, primitive, rule(call))
+            return meshes.lower(run, ctx, operands)
+
+        return lower
 
     mlir.register_lowering(primitive, lowering("this platform"))
     for platform in ("cpu", "cuda"):
         mlir.register_lowering(primitive, lowering(platform), platform=platform)
 
 
-register(grouped_gemm_p, _implementation)
+register(grouped_gemm_p, _implementation, partitioning.Gemm)
 
 # At import, so that a deserialised program finds its target; why it failed is raised where a call needs the library.
 library.registered()

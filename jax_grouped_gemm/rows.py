@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from jax_grouped_gemm import contract, reference, wgrad_call
+from jax_grouped_gemm import contract, meshes, reference, wgrad_call
 
 
 class Owners:
@@ -41,7 +41,9 @@ class Owners:
 
 def _last_at_most(ends, row):
     """How many of the ends are at most the row: the index of the group that it is in."""
-    return jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
+    ends, row = meshes.alike([ends, row])  # before JAX 0.8, searchsorted does not do so
+    method = "scan" if hasattr(lax, "pcast") else "compare_all"  # nor could its loop be in a shard_map
+    return jnp.searchsorted(ends, row, side="right", method=method).astype(jnp.int32)
 
 
 def sums(call, offsets, x, factor):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from jax_grouped_gemm import config, ffi_call, library, reference
+from jax_grouped_gemm import config, ffi_call, library, meshes, partitioning, reference
 
 grouped_wgrad_p = Primitive("grouped_wgrad")
 grouped_wgrad_p.multiple_results = True
@@ -15,14 +15,13 @@ def grouped_wgrad(call, operands):
     """D (L, N, K) for `contract.WgradOperands`."""
     if call.empty:
         return jnp.zeros((call.l, call.n, call.k), call.d_dtype) if operands.total is None else operands.total
-    (d,) = grouped_wgrad_p.bind(*call.flat(operands), call=call)
+    (d,) = partitioning.bind(grouped_wgrad_p, partitioning.Wgrad(call), call.flat(operands))
     return d
 
 
 @grouped_wgrad_p.def_abstract_eval
 def _abstract_eval(*operands, call):
-    ffi_call.check_meshes(operands)
-    return [jax.core.ShapedArray((call.l, call.n, call.k), jnp.dtype(call.d_dtype))]
+    return [meshes.result((call.l, call.n, call.k), jnp.dtype(call.d_dtype), operands)]
 
 
 def _implementation(platform, *operands, call):
@@ -59,4 +58,4 @@ def kernel_name(arch, call):
     return "" if tile is None else config.WgradVariant(arch, tile, call.d_dtype, call.accumulate).name
 
 
-ffi_call.register(grouped_wgrad_p, _implementation)
+ffi_call.register(grouped_wgrad_p, _implementation, partitioning.Wgrad)

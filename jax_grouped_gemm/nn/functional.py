@@ -112,5 +112,4 @@ def _scaled(rows, factor):
 def _promote(dtype, *arrays):
     if dtype is None:
         dtype = jnp.result_type(*(x for x in arrays if x is not None))
-        dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
     return [x if x is None else jnp.asarray(x, dtype) for x in arrays]
