@@ -229,7 +229,7 @@ void AddFloats(Allocation& allocation, uint64_t address, uint8_t* data, uint64_t
 
 // shared -> global, skipping what is out of bounds; or added to what is there. Issued by a whole
 // warp with the same operands it is one store: the instruction is the warp's, and the groups that
-// it joins are every lane's.
+// it joins are every lane's. A sum is not taken for one: each lane's would count.
 Execute TensorStore(Decoder& d, bool add) {
   if (!add && !d.Take("shared::cta")) d.Unknown("a tensor copy from here");
   d.Take("tile");
@@ -241,6 +241,8 @@ Execute TensorStore(Decoder& d, bool add) {
   return [=, map = map, coordinates = coordinates](Warp& w, Mask m) {
     Cluster& cluster = w.cta.cluster;
     const uint32_t lane = __builtin_ctz(m);
+    if (add && (m & (m - 1)) != 0)
+      Raise("unknown", "a tensor reduction by several lanes: whether it is one sum or many");
     w.Uniform(map, m, "the map of a tensor store");
     for (Register r : coordinates) w.Uniform(r, m, "a coordinate of a tensor store");
     w.Uniform(from.base, m, "the source of a tensor store");

@@ -249,6 +249,34 @@ EXPLAINED = (
         r"LAB_WAIT;.*\n(?:.*\n){0,9}.*atom\.global|try_wait(?:.*\n){1,8}.*setp\.ne\.b32(?:.*\n){1,5}.*atom\.global",
         "the claim's wait until the tile before is read: it is about who gets which tile, not about memory",
     ),
+    (
+        "comparison",
+        r"setp\.gt\.u32\s+%p\d+, %r\d+, (15|7|3|1);",
+        r"setp\.eq\.b32.*\n\s*max\.s32",
+        "of a prefix maximum: a lane that finds no other there takes the maximum with itself",
+    ),
+)
+# The same, of kernels of weight gradients: their scheduler asks more often than it has to.
+WGRAD_EXPLAINED = (
+    (
+        "comparison",
+        r"setp\.le\.s32",
+        r"add\.s32\s+(%r\d+), %r\d+, 32;\n\s*setp\.le\.s32\s+%p\d+, \1,",
+        "whether to walk on where the next group is the one past the last: it has no tiles here",
+    ),
+    (
+        "comparison",
+        r"setp\.ge\.s32",
+        r"setp\.ge\.s32.*\n(?:\s*setp\.gt\.u32.*\n){4}",
+        "whether there is a group: one past the last has no expert, which is asked for too",
+    ),
+    (
+        "comparison",
+        r"setp\.lt\.s32",
+        r"popc\.b32.*\n\s*add\.s32.*\n\s*setp\.lt\.s32|"
+        r"\A(?:.*\n){3}\s*setp\.lt\.s32.*\n(?:\s*setp\.ne\.b32.*\n)?(?:\s*selp\.b32\s+%r\d+, %r\d+, 0, %p\d+;\n){2}",
+        "whether the group of a tile is one of the call's, and has an expert: else there would be no tile",
+    ),
 )
 
 # Runs of waits for stage after stage, at a producer's end.
@@ -261,7 +289,8 @@ TAIL = (
 def explanation(mutant, lines):
     at = mutant.line - 1
     around = "\n".join(lines[max(at - 3, 0) : at + 13])
-    for operator, pattern, context, why in EXPLAINED:
+    of_wgrad = any("GroupedWgrad" in line for line in lines[:40])
+    for operator, pattern, context, why in EXPLAINED + (WGRAD_EXPLAINED if of_wgrad else ()):
         if re.fullmatch(operator, mutant.operator) and re.search(pattern, mutant.old) and re.search(context, around):
             return why
     if mutant.operator in ("skip_wait", "other_address", "swizzle", "comparison", "constant") and _in_tail(lines, at):

@@ -159,6 +159,89 @@ def test_tensor_store(run, swizzle, start):
 
 
 @BOTH
+@pytest.mark.parametrize("start", [(0, 0), (5, 16), (18, 8)])
+def test_tensor_sum(run, rng, start):
+    """Adds float32 to what is there, and skips what is out of bounds. Subnormal terms and sums are zeros with their sign."""
+    special = [0, -0.0, 1e-40, -1e-45, 1.2e-38, -1.1e-38, np.inf, -np.inf, 3e38, 1, 2.0**-24, 1 + 2.0**-23, -1]
+    values = rng.standard_normal((2, 24 * 32)) * 10.0 ** rng.integers(-40, 30, (2, 24 * 32))
+    values[:, : len(special) ** 2] = np.array([(a, b) for a in special for b in special]).T
+    total, added = values.astype(np.float32)
+    total, added = total.reshape(24, 32), added[: 16 * 32]
+    body = (
+        fill(ONE_BARRIER, 1)
+        + fill(
+            """ld.param.b64 %d10, [total]; ld.param.b64 %d11, [added]; mov.b32 %r20, %r0;
+            SET: mul.wide.u32 %d20, %r20, 4; add.s64 %d21, %d20, %d10; ld.global.b32 %r24, [%d21];
+            add.s64 %d22, %d20, %d0; st.global.b32 [%d22], %r24;
+            add.s32 %r20, %r20, 32; setp.lt.s32 %p20, %r20, {}; @%p20 bra SET;
+            mov.b32 %r20, %r0;
+            FILL: mul.wide.u32 %d20, %r20, 4; add.s64 %d21, %d20, %d11; ld.global.b32 %r24, [%d21];
+            shl.b32 %r21, %r20, 2; add.s32 %r22, %r21, %r10; st.shared.b32 [%r22], %r24;
+            add.s32 %r20, %r20, 32; setp.lt.s32 %p20, %r20, {}; @%p20 bra FILL;""",
+            total.size,
+            added.size,
+        )
+        + "fence.proxy.async; bar.warp.sync -1; @!%p1 bra END;"
+        + fill("mov.b32 %r11, {}; mov.b32 %r12, {}; mov.b64 %d5, map_a; cvta.param.u64 %d6, %d5;", start[1], start[0])
+        + """cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%d6, {%r11, %r12}], [%r10];
+        cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; END:"""
+    )
+    got = run(
+        program(body, ("out", "total", "added", "map_a")),
+        np.zeros((24, 32), np.float32),
+        inputs=(total, added),
+        maps=[lambda d, at: ptx.tensor_map(d, at[0], (32, 24), (128,), (32, 16), dtype=np.float32)],
+        shared=1024 + added.nbytes,
+    )
+
+    def flushed(x):
+        return np.where(np.abs(x) < np.finfo(np.float32).smallest_normal, np.copysign(np.float32(0), x), x)
+
+    box = added.view(np.uint8).reshape(-1, 16)[chunk_places(added.nbytes, 3)].copy().view(np.float32).reshape(16, 32)
+    want = total.copy()
+    part = want[start[0] : start[0] + 16, start[1] : start[1] + 32]
+    with np.errstate(invalid="ignore", over="ignore"):
+        part[:] = flushed(flushed(part) + flushed(box[: part.shape[0], : part.shape[1]]))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    number = ~np.isnan(want)
+    np.testing.assert_array_equal(got.view(np.uint32)[number], want.view(np.uint32)[number])
+
+
+@BOTH
+@pytest.mark.parametrize(("row", "end"), [(0, 16), (0, 40), (3, 4), (20, 30), (29, 30), (14, 30), (30, 31)])
+@pytest.mark.parametrize("column", [0, 32, 48])
+def test_tensor_load_whose_addresses_go_around(run, rng, row, end, column):
+    """As wgrad's: rows are spelled twice, and what that is too much the last dimension takes off modulo 2^64. Rows from `end` on are zeros."""
+    wrap, columns = 2**30, 64
+    tensor = rng.integers(1, RNG_BITS, (30, columns)).astype(np.uint16)
+    box, rows = (16, 64), min(end - row, 16)
+    nbytes = 16 * 64 * 2
+    place = (column, wrap - rows, row + rows, wrap)
+    body = (
+        expecting(nbytes)
+        + fill("mov.b32 %r11, {}; mov.b32 %r12, {}; mov.b32 %r13, {}; mov.b32 %r14, {};", *place)
+        + """mov.b64 %d5, map_a; cvta.param.u64 %d6, %d5;
+            cp.async.bulk.tensor.4d.shared::cta.global.tile.mbarrier::complete_tx::bytes
+            [%r10], [%d6, {%r11, %r12, %r13, %r14}], [%r9]; W: """
+        + wait("%r9", 0)
+        + dump(nbytes // 4)
+    )
+    pitch = 2 * columns
+    dims, strides = (columns, wrap, len(tensor) + 1, wrap + 1), (pitch, pitch, 2**34 - pitch)
+    got = run(
+        program(body, ("out", "a", "map_a")),
+        np.zeros(nbytes // 4, np.uint32),
+        inputs=(tensor,),
+        maps=[lambda d, at: ptx.tensor_map(d, at[1], dims, strides, (64, 16, 1, 1))],
+        shared=1024 + nbytes,
+    )
+    want = np.zeros(box, np.uint16)
+    found = tensor[row : min(row + rows, len(tensor)), column:]
+    want[: found.shape[0], : found.shape[1]] = found
+    np.testing.assert_array_equal(got, swizzled(want, 3))
+
+
+@BOTH
 def test_multicast_load(run, rng):
     """CTA 1 loads for both; each waits at its own barrier. CTA r writes to the r-th half of out."""
     tensor = rng.integers(1, RNG_BITS, (8, 64)).astype(np.uint16)

@@ -583,6 +583,33 @@ def test_copy_engine_wants_alignment_and_one_issuer():
 COPY_MAP = "".join(f"ld.param.b64 %d10, [map_a+{i}]; @%p1 st.global.b64 [%d0+{i}], %d10;" for i in range(0, 128, 8))
 
 
+def test_sums_by_the_copy_engine():
+    """Of float32, by one lane, onto what was written and handed over to the async proxy."""
+    zeros = """mul.wide.u32 %d8, %r0, 32; add.s64 %d8, %d8, %d0; mov.b32 %r16, 0;
+        st.global.v4.b32 [%d8], {%r16, %r16, %r16, %r16}; st.global.v4.b32 [%d8+16], {%r16, %r16, %r16, %r16};"""
+    fence = "fence.proxy.async;"
+    reduce = STORE.replace("cp.async", "cp.reduce.async", 1).replace("shared::cta.tile", "shared::cta.add.tile")
+
+    def kind(*parts, dtype=np.float32, **options):
+        columns = 128 // np.dtype(dtype).itemsize
+        maps = [lambda d, at: ptx.tensor_map(d, at[0], (columns, 8), (128,), (columns, 8), dtype=dtype)] * 2
+        text = program(ENGINES + "".join(parts), ("out", "a", "map_a", "map_out"))
+        return fault(text, BOX, inputs=(BOX,), maps=maps, shared=4096, **options)
+
+    ready = FILL + zeros + fence + "bar.warp.sync -1;"
+    for policy in POLICIES:
+        assert kind(ready, reduce, WAIT_WRITTEN, policy=policy) is None
+        assert kind(FILL + zeros + "bar.warp.sync -1;", reduce, WAIT_WRITTEN, policy=policy) == "proxy"
+        assert kind(FILL + fence + "bar.warp.sync -1;", reduce, WAIT_WRITTEN, policy=policy) == "uninitialized"
+        # Stricter than hardware: of two onto the same place the order would matter to rounding.
+        assert kind(ready, reduce, reduce, WAIT_WRITTEN, policy=policy) == "race"
+    for dtype in (np.uint16, np.float16):
+        assert kind(ready, reduce, WAIT_WRITTEN, dtype=dtype) == "unknown"
+    assert kind(ready, reduce.replace("@%p1 ", ""), WAIT_WRITTEN) == "unknown"
+    for other in ("min", "inc", "and", ""):
+        assert kind(ready, reduce.replace(".add", f".{other}" if other else ""), WAIT_WRITTEN) == "unknown"
+
+
 def test_maps_written_by_device_code_need_both_fences():
     replace = "ld.param.b64 %d11, [a]; @%p1 tensormap.replace.tile.global_address.global.b1024.b64 [%d0], %d11;"
     release = "@%p1 fence.proxy.tensormap::generic.release.gpu;"

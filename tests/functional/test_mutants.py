@@ -6,10 +6,12 @@ import pytest
 
 from jax_grouped_gemm import config
 
-# One of each architecture, other than those that the sweep and the checker were tuned on.
+# One of each architecture and operation, other than those that the sweep and the checker were tuned on.
 KERNELS = (
     "sm90_forward_128x128x64_cluster1x1_bn_dense_float16_scaled",
     "sm100_forward_128x256x64_cluster2x1_pair_bn_pointers_bfloat16_bias",
+    "sm90_wgrad_128x192x64_cluster2x1_float32_accumulate",
+    "sm100_wgrad_128x256x64_cluster2x1_pair_bfloat16",
 )
 SYNCHRONIZATION = (
     "drop", "skip_wait", "flip_parity", "arrive_count", "init_count", "expected_bytes", "wait_fewer", "other_ctas"
@@ -20,7 +22,8 @@ SAMPLE = 48
 @pytest.mark.parametrize("name", KERNELS)
 def test_edits_of_synchronization_are_noticed(name, monkeypatch):
     monkeypatch.setattr(device, "MAX_STATEMENTS", 3_000_000)
-    (variant,) = (variant for arch in config.TILES for variant in config.variants(arch) if variant.name == name)
+    every = (variant for arch in config.TILES for variant in config.variants(arch) + config.wgrad_variants(arch))
+    (variant,) = (variant for variant in every if variant.name == name)
     text = device.ptx(name)
     nothing = mutate.Mutant("nothing", 1, text.split("\n")[0], text.split("\n")[0])
     assert mutate.verdict(variant, nothing) is None

@@ -75,7 +75,7 @@ MISTAKES = {
     ),
     "a store is cut one row late": (
         BLACKWELL,
-        "epilogue",
+        "operands",
         "box_rows - (row_end - row), 0)",
         "box_rows - (row_end - row) - 1, 0)",
         {"bounds", "race", "result"},

@@ -8,6 +8,7 @@ import sys
 import device
 import numpy as np
 import sweep
+import wgrad
 
 from jax_grouped_gemm import config
 
@@ -15,14 +16,17 @@ ROLES = {
     90: {"load": range(1), "scheduler": range(1, 2), "math, epilogue": range(4, 12)},
     100: {"load": range(5, 6), "scheduler": range(6, 7), "math": range(4, 5), "epilogue": range(4)},
 }
-# Whole tiles, and enough of them that starting and ending does not count for much.
+# Whole tiles, and enough of them that starting and ending does not count for much. K is contracted: of weight gradients, the rows of a group.
 ROWS, K = 4096, 1024
 
 
 def measure(variant):
     """{what: number per tile of one CTA}"""
     tile = variant.tile
-    problem = sweep.Problem("statistics", (ROWS,), ROWS, tile.n, K)
+    if device.is_wgrad(variant):
+        problem = wgrad.Problem("statistics", (K,), K, ROWS, tile.n)
+    else:
+        problem = sweep.Problem("statistics", (ROWS,), ROWS, tile.n, K)
     case = sweep.make_case(variant, problem, 0)
     device.register_with_prologues(variant)
     device.statistics()
@@ -47,11 +51,16 @@ def measure(variant):
     return row
 
 
+def kind(variant):
+    return "wgrad" if device.is_wgrad(variant) else variant.epilogue
+
+
 def main():
     names = sys.argv[1:]
     variants = [v for arch in config.TILES for v in config.variants(arch)]
+    of_weights = [v for arch in config.TILES for v in config.wgrad_variants(arch)]
     if names:
-        chosen = [variant for variant in variants if variant.name in names]
+        chosen = [variant for variant in variants + of_weights if variant.name in names]
         if len(chosen) < len(names):
             sys.exit("no such kernel; build/aot has their names")
     else:
@@ -59,8 +68,8 @@ def main():
             v
             for v in variants
             if (v.b_major, v.weights, v.epilogue) == ("k", "dense", "plain") and v.d_dtype == "bfloat16"
-        ]
-    rows = {f"sm{v.arch} {v.tile} {v.d_dtype} {v.epilogue}": measure(v) for v in chosen}
+        ] + [v for v in of_weights if v.d_dtype == "bfloat16"]
+    rows = {f"sm{v.arch} {v.tile} {v.d_dtype} {kind(v)}": measure(v) for v in chosen}
     keys = list(dict.fromkeys(key for row in rows.values() for key in row))
     print(f"per CTA and tile, K = {K}\n")
     print("| | " + " | ".join(rows) + " |")
