@@ -11,6 +11,9 @@ from jax_grouped_gemm.compat import plan
 hypothesis.settings.register_profile("jax", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.load_profile("jax")
 
+# For tests/test_sharding.py; all others run on the first of them.
+jax.config.update("jax_num_cpu_devices", 8)
+
 # The package must work for users of JAX's strictest settings.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

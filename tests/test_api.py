@@ -2,10 +2,7 @@
 
 import ctypes
 import logging
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -128,56 +125,6 @@ def test_traced_scalars_in_a_list(case):
     del arguments["offsets"]
     run = jax.jit(lambda x, y: grouped_gemm(**arguments, offsets=[x, x, y, y]))
     same(run(10, 40), grouped_gemm(**arguments, offsets=[10, 10, 40, 40]))
-
-
-SHARD_MAP_PROGRAM = """
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import PartitionSpec as P
-from jax_grouped_gemm import grouped_gemm
-mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-rng = np.random.default_rng(0)
-a = jnp.asarray(rng.standard_normal((40, 16)), jnp.bfloat16)
-b = jnp.asarray(rng.standard_normal((8, 24, 16)), jnp.bfloat16)
-offsets = jnp.asarray([10, 10, 12, 20, 20, 25, 30, 40], jnp.int32)
-
-def local(a, b, offsets):
-    first = jax.lax.axis_index("x") * 2
-    begin = jnp.where(first == 0, 0, offsets[jnp.maximum(first - 1, 0)])
-    mine = jax.lax.dynamic_slice(offsets, (first,), (2,)) - begin
-    d = grouped_gemm(jnp.roll(a, -begin, 0), b, offsets=mine, d_dtype="float32")
-    return jnp.roll(d, begin, 0)
-
-def mapped(**options):
-    f = lambda *x: jax.lax.psum(local(*x), "x")
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P(), P("x"), P()), out_specs=P(), **options))
-
-got = mapped(check_vma=False)(a, b, offsets)
-np.testing.assert_array_equal(got, grouped_gemm(a, b, offsets=offsets, d_dtype="float32"))
-try:
-    mapped()(a, b, offsets)
-except NotImplementedError as error:
-    print(error)
-
-mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-on_mesh = [jax.device_put(x, jax.sharding.NamedSharding(mesh, s)) for x, s in ((a, P()), (b, P("x")), (offsets, P()))]
-np.testing.assert_array_equal(mapped(check_vma=False)(*on_mesh), got)
-for operands in ((on_mesh[0], b, offsets), (a, on_mesh[1], offsets)):
-    try:
-        jax.jit(lambda a, b, offsets: grouped_gemm(a, b, offsets=offsets))(*operands)
-    except NotImplementedError as error:
-        print(error)
-"""
-
-
-@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="this JAX has shard_map elsewhere")
-def test_several_devices():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", SHARD_MAP_PROGRAM], env=environment, capture_output=True, text=True, check=False
-    )
-    assert "pass check_vma=False" in done.stdout, done.stderr
-    assert done.stdout.count("no rule yet for operands on a mesh with explicit axes") == 2, done
-    assert not done.returncode, done.stderr
 
 
 def test_numpy_operands(case):
