@@ -1,0 +1,148 @@
+"""Several GPUs: the kernels and the reference under shard_map, automatic partitioning and explicit axes."""
+
+import jax
+import numpy as np
+import oracle
+import pytest
+import test_sharding
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_grouped_gemm import ffi_call, grouped_gemm, library
+
+OFFSETS = [100, 100, 333, 500, 650, 651, 900, 1000]
+L, M, N, K = 8, 1024, 512, 256
+
+
+def gpus():
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:
+        return []
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(len(gpus()) < 2, reason="fewer than two GPUs"),
+    pytest.mark.parametrize(
+        "implementation",
+        [
+            pytest.param(
+                "cutedsl", marks=pytest.mark.skipif(not ffi_call.architectures(), reason="no kernels for them")
+            ),
+            "reference",
+        ],
+    ),
+]
+
+LAYOUTS = {
+    "rows": (P("x"), P()),
+    "columns": (P(), P(None, "x")),
+    "contraction": (P(), P(None, None, "x")),
+    "experts": (P(), P("x")),
+    "rows and experts": (P("x"), P("x")),
+    "rows and columns": (P("x"), P(None, "x")),
+}
+
+
+def make_mesh(**options):
+    return jax.sharding.Mesh(np.array(gpus()[:2]), ("x",), **options)
+
+
+def make(kind):
+    options = test_sharding.KINDS[kind]
+    return oracle.make_case(np.random.default_rng(0), L, M, N, K, offsets=OFFSETS, **options)
+
+
+def outputs_of(case):
+    rng = np.random.default_rng(1)
+    found = []
+    for output in "DC" if case.generate_c else "D":
+        values = rng.standard_normal((M, N)).astype(oracle.BF16)
+        values[case.end() :] = np.nan
+        found.append(values.astype(case.dtype_of(output)))
+    return tuple(found)
+
+
+def both(call, case):
+    """(arrays, cotangents of the outputs) -> (outputs, cotangents of the operands)."""
+
+    def run(arrays, outputs):
+        moving = {name: arrays[name] for name in oracle.present(case)}
+        found, pull = jax.vjp(lambda moving: call({"offsets": arrays["offsets"]} | moving), moving)
+        return found, pull(outputs if case.generate_c else outputs[0])[0]
+
+    return run
+
+
+def check(got, case, outputs):
+    found, gradients = got
+    oracle.check(found, case)
+    want = oracle.cotangents(case, *outputs)
+    terms = {"a": N, "b": M, "alpha": M * N, "prob": N, "bias": M}
+    for name, x in gradients.items():
+        oracle.assert_near(x, want[name], terms[name], roundings=4, what=name)
+
+
+def assert_runs(compiled, implementation):
+    """The kernels are in the program, for both passes, or not."""
+    for target in (library.FORWARD, library.WGRAD):
+        assert (target in compiled.as_text()) == (implementation == "cutedsl")
+
+
+@pytest.mark.parametrize("kind", test_sharding.KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_automatic_partitioning(layout, kind, implementation):
+    rows, weights = LAYOUTS[layout]
+    case, mesh = make(kind), make_mesh()
+    outputs = outputs_of(case)
+    arrays, options = test_sharding.split(case)
+    call = lambda arrays: grouped_gemm(**arrays, **options, implementation=implementation)
+    of = test_sharding.specs(rows, weights)
+    arrays = {name: jax.device_put(x, NamedSharding(mesh, of[name])) for name, x in arrays.items()}
+    result = NamedSharding(mesh, test_sharding.of_result(rows, weights))
+    outputs_there = jax.device_put(outputs, result)
+    wanted = result, {name: arrays[name].sharding for name in oracle.present(case)}
+    run = jax.jit(both(call, case), out_shardings=wanted).lower(arrays, outputs_there).compile()
+    assert_runs(run, implementation)
+    check(run(arrays, outputs_there), case, outputs)
+
+
+@pytest.mark.parametrize("kind", test_sharding.KINDS)
+def test_shard_map(kind, implementation):
+    case, mesh = make(kind), make_mesh()
+    outputs = outputs_of(case)
+    arrays, options = test_sharding.split(case)
+
+    def local(arrays):
+        ends = test_sharding.local_ends(arrays["offsets"], arrays["a"].shape[0])
+        return grouped_gemm(**(arrays | {"offsets": ends}), **options, implementation=implementation)
+
+    of = {name: spec for name, spec in test_sharding.specs(P("x"), P()).items() if name in arrays}
+    call = jax.shard_map(local, mesh=mesh, in_specs=(of,), out_specs=P("x"))
+    arrays = {name: jax.device_put(x, NamedSharding(mesh, of[name])) for name, x in arrays.items()}
+    outputs_there = jax.device_put(outputs, NamedSharding(mesh, P("x")))
+    run = jax.jit(both(call, case)).lower(arrays, outputs_there).compile()
+    assert_runs(run, implementation)
+    check(run(arrays, outputs_there), case, outputs)
+
+
+@pytest.mark.parametrize("kind", test_sharding.KINDS)
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_explicit_axes(layout, kind, implementation):
+    rows, weights = LAYOUTS[layout]
+    case, mesh = make(kind), make_mesh(axis_types=(jax.sharding.AxisType.Explicit,))
+    outputs = outputs_of(case)
+    arrays, options = test_sharding.split(case)
+    of = test_sharding.specs(rows, weights)
+    arrays = {name: jax.device_put(x, NamedSharding(mesh, of[name])) for name, x in arrays.items()}
+    result = NamedSharding(mesh, test_sharding.of_result(rows, weights))
+    call = lambda arrays: grouped_gemm(**arrays, **options, implementation=implementation)
+    outputs_there = jax.device_put(outputs, result)
+    run = jax.jit(both(call, case)).lower(arrays, outputs_there).compile()
+    assert_runs(run, implementation)
+    found, gradients = run(arrays, outputs_there)
+    assert jax.tree.leaves(found)[0].sharding.is_equivalent_to(result, 2)
+    for name, x in gradients.items():
+        assert x.sharding.is_equivalent_to(arrays[name].sharding, x.ndim), name
+    check((found, gradients), case, outputs)
