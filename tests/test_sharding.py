@@ -59,7 +59,7 @@ def put(mesh, x, spec):
 
 
 def make(kind="plain", seed=0, **options):
-    return oracle.make_case(np.random.default_rng(seed), L, M, N, K, offsets=OFFSETS, **(KINDS[kind] | options))
+    return oracle.make_case(np.random.default_rng(seed), L, M, N, K, **({"offsets": OFFSETS} | KINDS[kind] | options))
 
 
 def split(case):
@@ -296,6 +296,16 @@ def test_results_of_shards_that_nobody_asked_for(mesh):
         assert d.sharding.is_equivalent_to(NamedSharding(mesh, of_result(rows, weights)), 2)
         oracle.check(d, case)
         oracle.check(grouped_gemm(**sharded, **options), case)  # eagerly
+
+
+@pytest.mark.parametrize("layout", ["rows", "rows and experts", "rows and experts over one axis"])
+def test_hostile_ends(mesh, layout):
+    """Ends are clamped to those before them, also to those that lie on other devices."""
+    rows, weights, _ = LAYOUTS[layout]
+    ends = [10, -5, 70, 20, 2**31 - 1, 3, -(2**31), 80, 0, 5, 6, 7, 8, 9, 10, 11]
+    case = make("bias", offsets=ends)
+    compiled, arrays = compiled_forward(mesh, case, rows, weights)
+    oracle.check(compiled(arrays), case)
 
 
 def test_weights_that_their_user_gathers(mesh):
