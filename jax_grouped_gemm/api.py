@@ -84,7 +84,7 @@ def grouped_gemm(
         waited for, with the text of the ValueError. For finding mistakes: the check waits for the values, and the
         program cannot be exported or lowered for another platform. Unset, or 0, it costs nothing.
       RuntimeError: this machine cannot run the implementation asked for; the message says why.
-      NotImplementedError: operands on a mesh with explicit axes or in a shard_map that checks varying axes.
+      NotImplementedError: a jax.shard_map over some axes of the mesh only; an export of a program that XLA partitions.
 
     Differentiable, in both modes and to any order, with respect to `a`, `b`, `alpha`, `prob` and `bias`; weights behind
     `b_ptrs` are constants. Gradients are made by the same kernels, and only those that are asked for, from operands
@@ -95,6 +95,12 @@ def grouped_gemm(
 
     Under `jax.vmap` a batch of `a` is one call with more groups, which share weights that are not batched; where `a` is
     not batched, or the arrays of a tuple are, or the extents of the whole pass the limits, it is a loop.
+
+    On several devices: inside `jax.shard_map` on each device's part, with varying axes checked or not. On a mesh with
+    explicit axes D has the sharding of `a`'s rows and of the weights' N; what would need a sum over devices is a type
+    error, as in `jax.lax.dot_general`. Where XLA partitions the program, sharded weights are never gathered: each device
+    computes with those it has, of rows that are gathered if need be, and sums over K or over experts are made in
+    float32. A device's part of N or K must be a multiple of 8, else compilation fails with a ValueError's text.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -185,6 +191,9 @@ def grouped_gemm_wgrad(
       ValueError: an operand's shape, dtype or alignment, an option, a tile that is not compiled, or (outside of tracing)
         the values of `offsets` or `group_sizes`; in a traced program they are clamped as for `grouped_gemm`.
       jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError: as for `grouped_gemm`.
+
+    On several devices as `grouped_gemm`; N of D is sharded as `x`'s columns, K as `y`'s, and where XLA partitions the
+    program, D as it is wanted: rows are gathered, or sums over them made, for the matrices that a device has.
 
     Differentiable to any order with respect to `x`, `y`, `alpha` and `accumulate_into`, and by `jax.vmap`, where batches
     of both `x` and `y` are one call with more groups.

@@ -1,6 +1,6 @@
 """The primitive of `grouped_gemm`: one lowering per platform, so that one traced program serves CPU and CUDA.
 
-Its rules for differentiation are in `autodiff`, those for vmap in `batching`.
+Its rules for differentiation are in `autodiff`, those for vmap in `batching`, those for several devices in `partitioning`.
 """
 
 import dataclasses

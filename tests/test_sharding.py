@@ -19,7 +19,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped_gemm as jgg
-from jax_grouped_gemm import acceleration, ffi_call, grouped_gemm, grouped_gemm_wgrad, library, ragged
+from jax_grouped_gemm import (
+    acceleration,
+    contract,
+    ffi_call,
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    library,
+    partitioning,
+    ragged,
+)
 
 L, M, N, K = 16, 96, 64, 32
 OFFSETS = [3, 3, 15, 17, 30, 31, 31, 45, 50, 57, 60, 66, 67, 78, 85, 90]
@@ -50,7 +59,7 @@ def put(mesh, x, spec):
 
 
 def make(kind="plain", seed=0, **options):
-    return oracle.make_case(np.random.default_rng(seed), L, M, N, K, offsets=OFFSETS, **(KINDS[kind] | options))
+    return oracle.make_case(np.random.default_rng(seed), L, M, N, K, **({"offsets": OFFSETS} | KINDS[kind] | options))
 
 
 def split(case):
@@ -83,6 +92,12 @@ def assert_weights_stay(found):
     """Nothing of the size of the weights of a quarter of the experts, which is more than all rows have, is moved; sums may be."""
     for operation, shape in found:
         assert operation in ("all-reduce", "reduce-scatter") or math.prod(shape) <= M * max(N, K), (operation, shape)
+
+
+@pytest.fixture
+def lowered_for_cuda(monkeypatch):
+    monkeypatch.setattr(ffi_call, "cuda_capabilities", tuple)
+    monkeypatch.setattr(library, "manifest", lambda: {"build_id": "the build"})
 
 
 @pytest.fixture(params=["shardy", "gspmd"])
@@ -283,6 +298,41 @@ def test_results_of_shards_that_nobody_asked_for(mesh):
         oracle.check(grouped_gemm(**sharded, **options), case)  # eagerly
 
 
+@pytest.mark.parametrize("layout", ["rows", "rows and experts", "rows and experts over one axis"])
+def test_hostile_ends(mesh, layout):
+    """Ends are clamped to those before them, also to those that lie on other devices."""
+    rows, weights, _ = LAYOUTS[layout]
+    ends = [10, -5, 70, 20, 2**31 - 1, 3, -(2**31), 80, 0, 5, 6, 7, 8, 9, 10, 11]
+    case = make("bias", offsets=ends)
+    compiled, arrays = compiled_forward(mesh, case, rows, weights)
+    oracle.check(compiled(arrays), case)
+
+
+def test_weights_that_their_user_gathers(mesh):
+    """As with fully sharded parameters: rows stay, and the gradient is made of a sum over devices."""
+    case = make()
+    arrays, options = split(case)
+    outputs = random_outputs(case)
+    rows, weights, _ = LAYOUTS["rows and columns over one axis"]
+    shardings = {name: NamedSharding(mesh, specs(rows, weights)[name]) for name in arrays}
+    whole = NamedSharding(mesh, P())
+
+    def run(arrays, outputs):
+        call = lambda a, b: grouped_gemm(
+            a, jax.lax.with_sharding_constraint(b, whole), offsets=arrays["offsets"], **options
+        )
+        d, pull = jax.vjp(call, arrays["a"], arrays["b"])
+        return d, dict(zip("ab", pull(outputs[0]), strict=True))
+
+    by_rows = NamedSharding(mesh, P("x"))
+    wanted = by_rows, {"a": by_rows, "b": shardings["b"]}
+    compiled = jax.jit(run, in_shardings=(shardings, by_rows), out_shardings=wanted).lower(arrays, outputs).compile()
+    d, got = compiled(jax.device_put(arrays, shardings), jax.device_put(outputs, by_rows))
+    oracle.check(d, case)
+    assert_gradients(got, case, outputs)
+    assert [shape for operation, shape in collectives(compiled.as_text()) if operation == "all-gather"] == [(L, N, K)]
+
+
 @pytest.mark.parametrize("layout", ["rows", "columns", "experts", "rows and experts over one axis"])
 def test_groups_and_factors_may_be_sharded(mesh, partitioner, layout):
     rows, weights, _ = LAYOUTS[layout]
@@ -395,6 +445,38 @@ def test_experts_of_groups(mesh, partitioner, layout):
     np.testing.assert_allclose(jax.jit(run)(*sharded), run(batch, b), rtol=1e-5, atol=1e-5)
     for got, want in zip(jax.jit(jax.grad(loss, (0, 1)))(*sharded), jax.grad(loss, (0, 1))(batch, b), strict=True):
         np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=0.1)
+
+
+@pytest.mark.usefixtures("lowered_for_cuda")
+def test_lowered_for_cuda(mesh):
+    """The whole program leaves it to XLA, which asks for each device's, with the kernel on its part of the operands."""
+    case = make("plain")
+    arrays, options = split(case)
+    arrays = {name: put(mesh, x, specs(P("x"), P("x"))[name]) for name, x in arrays.items()}
+    run = jax.jit(lambda arrays: grouped_gemm(**arrays, **options))
+    text = run.trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@CustomSPMDPartitioning" in text
+    assert f"@{library.FORWARD}" not in text
+
+    call = contract.Call(M, N, K, L, "k", "dense", "bfloat16", has_alpha=False, has_prob=False, implementation=None)
+    rule = partitioning.Gemm(call)
+    plan = rule.plan(partitioning._Mesh(mesh), [{"m": ("x",)}, {}, {"l": ("x",)}], {"m": ("x",)})
+    of = tuple(
+        P(*(axes.get(letter) for letter in letters)) for letters, axes in zip(rule.operands, plan.operands, strict=True)
+    )
+    local = rule.local(plan, lambda call, flat: ffi_call.grouped_gemm_p.bind(*flat, call=call))
+    each = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=of, out_specs=[P("x")], check_vma=False))
+    text = each.trace(*(arrays[name] for name in ("a", "offsets", "b"))).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = (line for line in text.splitlines() if f"@{library.FORWARD}" in line)
+    # All rows, the ends of all groups, the expert of each, the weights of a quarter of them; and a sum to be made of it.
+    operands, results = line.rsplit(" : (", 1)[1].split(") -> ")
+    assert re.findall(r"tensor<([^>]+)>", operands) == [
+        f"{M}x{K}xbf16",
+        f"{L}xi32",
+        f"{L}xi32",
+        f"{L // 4}x{N}x{K}xbf16",
+    ]
+    assert re.findall(r"tensor<([^>]+)>", results) == [f"{M}x{N}xf32"]
 
 
 # --- programs around it -----------------------------------------------------------------------------------------------
@@ -747,12 +829,6 @@ if exported.nr_devices > 1:
 got = jax.tree.leaves(jax.jit(exported.call)(*operands))
 np.savez(results, *[np.asarray(x).astype(np.float32) for x in got])
 """
-
-
-@pytest.fixture
-def lowered_for_cuda(monkeypatch):
-    monkeypatch.setattr(ffi_call, "cuda_capabilities", tuple)
-    monkeypatch.setattr(library, "manifest", lambda: {"build_id": "the build"})
 
 
 def elsewhere(exported, operands, folder):

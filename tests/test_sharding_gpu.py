@@ -1,110 +1,148 @@
-"""Two GPUs: the kernels in shard_map, under automatic partitioning and on explicit axes, forward and backward."""
-
-import re
+"""Several GPUs: the kernels and the reference under shard_map, automatic partitioning and explicit axes."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import test_sharding
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_grouped_gemm import grouped_gemm
+from jax_grouped_gemm import ffi_call, grouped_gemm, library
 
-pytestmark = pytest.mark.gpu
-
+OFFSETS = [100, 100, 333, 500, 650, 651, 900, 1000]
 L, M, N, K = 8, 1024, 512, 256
 
 
-@pytest.fixture
-def devices():
-    found = jax.devices("cuda")
-    if len(found) < 2:
-        pytest.skip("one GPU")
-    return np.array(found[:2])
+def gpus():
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:
+        return []
 
 
-def problem():
-    case = oracle.make_case(np.random.default_rng(0), L, M, N, K, poison=False)
-    arrays = {name: x for name, x in case.arguments().items() if isinstance(x, jax.Array)}
-    return arrays, jax.random.normal(jax.random.key(1), (M, N), jnp.bfloat16)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(len(gpus()) < 2, reason="fewer than two GPUs"),
+    pytest.mark.parametrize(
+        "implementation",
+        [
+            pytest.param(
+                "cutedsl", marks=pytest.mark.skipif(not ffi_call.architectures(), reason="no kernels for them")
+            ),
+            "reference",
+        ],
+    ),
+]
 
-
-NAMES = ("a", "b", "alpha", "prob")
-
-
-def gradient(arrays, cotangent):
-    """(D, the cotangents of what is differentiated)."""
-
-    def product(moving):
-        return grouped_gemm(**arrays | moving, implementation="cutedsl")
-
-    d, back = jax.vjp(product, {name: arrays[name] for name in NAMES})
-    return d, *back(cotangent)
-
-
-def check(got, want):
-    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-        assert np.linalg.norm(ours - theirs) <= 0.005 * np.linalg.norm(theirs)
-
-
-# Of a, b and the cotangent of D.
-SPECS = {
-    "rows": (P("x"), P(), P("x")),
-    "columns": (P(), P(None, "x"), P(None, "x")),
-    "contraction": (P(None, "x"), P(None, None, "x"), P()),
-    "experts": (P(), P("x"), P()),
-    "rows and experts": (P("x"), P("x"), P("x")),
+LAYOUTS = {
+    "rows": (P("x"), P()),
+    "columns": (P(), P(None, "x")),
+    "contraction": (P(), P(None, None, "x")),
+    "experts": (P(), P("x")),
+    "rows and experts": (P("x"), P("x")),
+    "rows and columns": (P("x"), P(None, "x")),
 }
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_automatic_partitioning(devices, name):
-    arrays, cotangent = problem()
-    want = jax.jit(gradient)(arrays, cotangent)
-    mesh = jax.sharding.Mesh(devices, ("x",))
-    specs = dict(zip(("a", "b"), SPECS[name], strict=False)) | {"prob": P(*SPECS[name][0][:1])}
-    placed = {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in arrays.items()}
-    cotangent = jax.device_put(cotangent, NamedSharding(mesh, SPECS[name][2]))
-    compiled = jax.jit(gradient).lower(placed, cotangent).compile()
-    text = compiled.as_text()
-    assert "jax_grouped_gemm_forward" in text
-    assert "jax_grouped_gemm_wgrad" in text
-    weights = rf"\[{L},{N},{K}\]"
-    assert not re.search(rf"{weights}\S* all-gather", text), "the weights were gathered"
-    check(compiled(placed, cotangent), want)
+def make_mesh(**options):
+    return jax.sharding.Mesh(np.array(gpus()[:2]), ("x",), **options)
 
 
-def test_explicit_axes(devices):
-    arrays, cotangent = problem()
-    plain = jax.jit(gradient)(arrays, cotangent)
-    mesh = jax.sharding.Mesh(devices, ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        placed = {
-            n: jax.device_put(x, NamedSharding(mesh, P(None, "x") if n == "b" else P())) for n, x in arrays.items()
-        }
-        cotangent = jax.device_put(cotangent, NamedSharding(mesh, P(None, "x")))
-        d, found = jax.jit(gradient)(placed, cotangent)
-        assert d.sharding.spec == P(None, "x")
-        assert tuple(found["b"].sharding.spec)[:2] == (None, "x")
-    check((d, found), plain)
+def make(kind):
+    options = test_sharding.KINDS[kind]
+    return oracle.make_case(np.random.default_rng(0), L, M, N, K, offsets=OFFSETS, **options)
 
 
-def test_shard_map(devices):
-    """Weights replicated, rows of each device in groups of their own; the gradient of the weights is summed."""
-    arrays, cotangent = problem()
-    mesh = jax.sharding.Mesh(devices, ("x",))
-    half = M // 2
-    ends = np.asarray(arrays["offsets"])
-    local_ends = np.concatenate([np.clip(ends, 0, half), np.clip(ends - half, 0, half)]).astype(np.int32)
+def outputs_of(case):
+    rng = np.random.default_rng(1)
+    found = []
+    for output in "DC" if case.generate_c else "D":
+        values = rng.standard_normal((M, N)).astype(oracle.BF16)
+        values[case.end() :] = np.nan
+        found.append(values.astype(case.dtype_of(output)))
+    return tuple(found)
 
-    def part(arrays, cotangent):
-        return gradient(arrays, cotangent)
 
-    specs = {"a": P("x"), "b": P(), "offsets": P("x"), "alpha": P(), "prob": P("x")}
-    sums = {"a": P("x"), "b": P(), "alpha": P(), "prob": P("x")}  # the checked axes: a replicated operand's is a sum
-    run = jax.shard_map(part, mesh=mesh, in_specs=(specs, P("x")), out_specs=(P("x"), sums))
-    got = jax.jit(run)(arrays | {"offsets": jnp.asarray(local_ends)}, cotangent)
-    check(got, jax.jit(gradient)(arrays, cotangent))
+def both(call, case):
+    """(arrays, cotangents of the outputs) -> (outputs, cotangents of the operands)."""
+
+    def run(arrays, outputs):
+        moving = {name: arrays[name] for name in oracle.present(case)}
+        found, pull = jax.vjp(lambda moving: call({"offsets": arrays["offsets"]} | moving), moving)
+        return found, pull(outputs if case.generate_c else outputs[0])[0]
+
+    return run
+
+
+def check(got, case, outputs):
+    found, gradients = got
+    oracle.check(found, case)
+    want = oracle.cotangents(case, *outputs)
+    terms = {"a": N, "b": M, "alpha": M * N, "prob": N, "bias": M}
+    for name, x in gradients.items():
+        oracle.assert_near(x, want[name], terms[name], roundings=4, what=name)
+
+
+def assert_runs(compiled, implementation):
+    """The kernels are in the program, for both passes, or not."""
+    for target in (library.FORWARD, library.WGRAD):
+        assert (target in compiled.as_text()) == (implementation == "cutedsl")
+
+
+@pytest.mark.parametrize("kind", test_sharding.KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_automatic_partitioning(layout, kind, implementation):
+    rows, weights = LAYOUTS[layout]
+    case, mesh = make(kind), make_mesh()
+    outputs = outputs_of(case)
+    arrays, options = test_sharding.split(case)
+    call = lambda arrays: grouped_gemm(**arrays, **options, implementation=implementation)
+    of = test_sharding.specs(rows, weights)
+    arrays = {name: jax.device_put(x, NamedSharding(mesh, of[name])) for name, x in arrays.items()}
+    result = NamedSharding(mesh, test_sharding.of_result(rows, weights))
+    outputs_there = jax.device_put(outputs, result)
+    wanted = result, {name: arrays[name].sharding for name in oracle.present(case)}
+    run = jax.jit(both(call, case), out_shardings=wanted).lower(arrays, outputs_there).compile()
+    assert_runs(run, implementation)
+    check(run(arrays, outputs_there), case, outputs)
+
+
+@pytest.mark.parametrize("kind", test_sharding.KINDS)
+def test_shard_map(kind, implementation):
+    case, mesh = make(kind), make_mesh()
+    outputs = outputs_of(case)
+    arrays, options = test_sharding.split(case)
+
+    def local(arrays):
+        ends = test_sharding.local_ends(arrays["offsets"], arrays["a"].shape[0])
+        return grouped_gemm(**(arrays | {"offsets": ends}), **options, implementation=implementation)
+
+    of = {name: spec for name, spec in test_sharding.specs(P("x"), P()).items() if name in arrays}
+    call = jax.shard_map(local, mesh=mesh, in_specs=(of,), out_specs=P("x"))
+    arrays = {name: jax.device_put(x, NamedSharding(mesh, of[name])) for name, x in arrays.items()}
+    outputs_there = jax.device_put(outputs, NamedSharding(mesh, P("x")))
+    run = jax.jit(both(call, case)).lower(arrays, outputs_there).compile()
+    assert_runs(run, implementation)
+    check(run(arrays, outputs_there), case, outputs)
+
+
+@pytest.mark.parametrize("kind", test_sharding.KINDS)
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_explicit_axes(layout, kind, implementation):
+    rows, weights = LAYOUTS[layout]
+    case, mesh = make(kind), make_mesh(axis_types=(jax.sharding.AxisType.Explicit,))
+    outputs = outputs_of(case)
+    arrays, options = test_sharding.split(case)
+    of = test_sharding.specs(rows, weights)
+    arrays = {name: jax.device_put(x, NamedSharding(mesh, of[name])) for name, x in arrays.items()}
+    result = NamedSharding(mesh, test_sharding.of_result(rows, weights))
+    call = lambda arrays: grouped_gemm(**arrays, **options, implementation=implementation)
+    outputs_there = jax.device_put(outputs, result)
+    run = jax.jit(both(call, case)).lower(arrays, outputs_there).compile()
+    assert_runs(run, implementation)
+    found, gradients = run(arrays, outputs_there)
+    assert jax.tree.leaves(found)[0].sharding.is_equivalent_to(result, 2)
+    for name, x in gradients.items():
+        assert x.sharding.is_equivalent_to(arrays[name].sharding, x.ndim), name
+    check((found, gradients), case, outputs)
