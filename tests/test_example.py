@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jax_grouped_gemm
+
 PATH = Path(__file__).parent.parent / "examples" / "moe_layer.py"
 TINY = ["--tokens", "48", "--width", "32", "--hidden", "16", "--experts", "4", "--top-k", "2", "--calls", "1"]
 
@@ -64,7 +66,9 @@ def test_text_repeats_when_it_runs_out(example):
 
 
 def test_the_readme_example_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", (PATH.parent.parent / "README.md").read_text(), re.DOTALL)
+    accelerated, code = re.findall(r"```python\n(.*?)```", (PATH.parent.parent / "README.md").read_text(), re.DOTALL)
+    exec(accelerated, {})
+    jax_grouped_gemm.accelerate(False)
     names = {}
     exec(code, names)
     keys = jax.random.split(jax.random.key(0), 3)
