@@ -59,7 +59,8 @@ def grouped_wgrad(call, x, y, offsets, experts, alpha, total):
     rows = tile_rows(call)
     begins, ends = bounds(offsets, call.m)
     making = (begins < ends) & has_expert(call, experts)
-    order = jnp.argsort(~making)  # stable: the groups that make a matrix, in their order, then the others
+    # The groups that make a matrix. Not by argsort: with JAX 0.6, each device in a shard_map would get the first one's.
+    (order,) = jnp.nonzero(making, size=call.groups, fill_value=0)
     # As integers, and bound to the loop's counter, for the reasons above.
     d = _bits(jnp.zeros((call.l, call.n, call.k), call.d_dtype) if total is None else total)
 
