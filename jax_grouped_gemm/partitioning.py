@@ -67,8 +67,11 @@ def automatic(primitive, rule, *operands):
         return mesh, meshes.without(run), results, tuple(shardings(mesh, rule.operands, found.operands))
 
     def infer(mesh, arguments, results):
-        found = plan(mesh, arguments, {})
-        return shardings(mesh, rule.results, [found.result] * len(rule.results))
+        try:
+            result = plan(mesh, arguments, {}).result
+        except ValueError:  # which `partition` raises again: here, XLA might abort the process
+            result = {}
+        return shardings(mesh, rule.results, [result] * len(rule.results))
 
     call.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=_shardy_rule(rule))
     return call(*operands)

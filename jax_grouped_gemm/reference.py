@@ -59,7 +59,9 @@ def grouped_wgrad(call, x, y, offsets, experts, alpha, total):
     rows = tile_rows(call)
     begins, ends = bounds(offsets, call.m)
     making = (begins < ends) & has_expert(call, experts)
-    order = jnp.argsort(~making)  # stable: the groups that make a matrix, in their order, then the others
+    # The groups that make a matrix. Not by argsort: with JAX 0.6, each device in a shard_map would get the first one's.
+    count = jnp.cumsum(making, dtype=jnp.int32)
+    order = jnp.searchsorted(count, jnp.arange(1, call.groups + 1, dtype=jnp.int32)).astype(jnp.int32)
     # As integers, and bound to the loop's counter, for the reasons above.
     d = _bits(jnp.zeros((call.l, call.n, call.k), call.d_dtype) if total is None else total)
 
@@ -88,7 +90,7 @@ def grouped_wgrad(call, x, y, offsets, experts, alpha, total):
             acc = _floats(lax.dynamic_index_in_dim(d, index, keepdims=False), jnp.float32) + acc
         return lax.dynamic_update_index_in_dim(d, _bits(acc.astype(call.d_dtype)), index, 0)
 
-    return (_floats(lax.fori_loop(0, jnp.sum(making, dtype=jnp.int32), of_group, d), call.d_dtype),)
+    return (_floats(lax.fori_loop(0, count[-1], of_group, d), call.d_dtype),)
 
 
 def _bits(x):
