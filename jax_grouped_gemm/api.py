@@ -1,6 +1,6 @@
 """The public functions: canonical operands in, one primitive out."""
 
-from jax_grouped_gemm import arguments, autodiff, batching, contract, ffi_call, wgrad_call
+from jax_grouped_gemm import arguments, autodiff, batching, calls, contract, ffi_call, wgrad_call
 
 RULES = autodiff, batching  # they register what JAX does with the primitives
 
@@ -115,7 +115,7 @@ def grouped_gemm(
     weights, b = arguments.weights(b, b_ptrs)
     groups = arguments.Groups(offsets, group_sizes)
     optional = arguments.optional
-    operands = contract.Operands(
+    operands = calls.Operands(
         arguments.array("a", a),
         groups.operand,
         None,
@@ -207,7 +207,7 @@ def grouped_gemm_wgrad(
       (3, 8, 16) [2 0 3]
     """
     groups = arguments.Groups(offsets, group_sizes)
-    operands = contract.WgradOperands(
+    operands = calls.WgradOperands(
         arguments.array("x", x),
         arguments.array("y", y),
         groups.operand,

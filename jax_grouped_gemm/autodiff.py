@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from jax_grouped_gemm import contract, cotangents, ffi_call, meshes, rows
-from jax_grouped_gemm.contract import Operands, WgradOperands
+from jax_grouped_gemm import calls, cotangents, ffi_call, meshes, rows
+from jax_grouped_gemm.calls import Operands, WgradOperands
 from jax_grouped_gemm.ffi_call import grouped_gemm, grouped_gemm_p
 from jax_grouped_gemm.wgrad_call import grouped_wgrad, grouped_wgrad_p
 
@@ -51,7 +51,7 @@ class Tangent:
     kept, moved: for each of the call's flat operands whether it, and whether its tangent, is there.
     """
 
-    call: contract.Call
+    call: calls.Call
     kept: tuple[bool, ...]
     moved: tuple[bool, ...]
 
@@ -209,7 +209,7 @@ def _wgrad_transpose(outputs, *operands, call):
         return [None] * len(operands)
     wanted = call.split([ad.is_undefined_primal(x) for x in operands])
     at = call.split([None if ad.is_undefined_primal(x) else x for x in operands])
-    of_rows = contract.Call(
+    of_rows = calls.Call(
         call.m, call.n, call.k, call.l, "k", "dense", "bfloat16",
         has_alpha=call.has_alpha, has_prob=False, mapped_groups=call.mapped_groups, distinct_experts=True,
         **rows.kernel_options(call),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import batching
 
-from jax_grouped_gemm import contract, reference
+from jax_grouped_gemm import calls, contract, reference
 from jax_grouped_gemm.ffi_call import grouped_gemm, grouped_gemm_p
 from jax_grouped_gemm.wgrad_call import grouped_wgrad, grouped_wgrad_p
 
@@ -36,7 +36,7 @@ def _flat_gemm(size, call, batched, at):
     flat = dataclasses.replace(
         call, m=size * call.m, l=l, mapped_groups=size * (call.groups + 1), distinct_experts=distinct
     )
-    operands = contract.Operands(
+    operands = calls.Operands(
         _rows(size, at.a, batched.a),
         ends,
         experts,
@@ -66,7 +66,7 @@ def _batch_wgrad(operands, dims, *, call):
 def _flat_wgrad(size, call, batched, at):
     ends, experts, l = _groups(size, call, at, batched, True)
     flat = dataclasses.replace(call, m=size * call.m, l=l, mapped_groups=size * (call.groups + 1))
-    operands = contract.WgradOperands(
+    operands = calls.WgradOperands(
         _rows(size, at.x, batched.x),
         _rows(size, at.y, batched.y),
         ends,

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_grouped_gemm import contract, reference, rows
-from jax_grouped_gemm.contract import Operands, WgradOperands
+from jax_grouped_gemm import calls, reference, rows
+from jax_grouped_gemm.calls import Operands, WgradOperands
 from jax_grouped_gemm.ffi_call import grouped_gemm
 from jax_grouped_gemm.wgrad_call import grouped_wgrad
 
@@ -78,7 +78,7 @@ def _of_weights(call, at, g):
     n, k = call.n, call.k
     if call.b_major == "n":
         x, y, n, k = y, x, k, n
-    wgrad = contract.WgradCall(
+    wgrad = calls.WgradCall(
         call.m, n, k, call.l, "bfloat16", has_alpha=alpha is not None, mapped_groups=mapped_groups,
         **rows.kernel_options(call),
     )  # fmt: skip
@@ -92,7 +92,7 @@ def _of_rows(call, wanted, at, g):
     which is rounded before; alpha's too, as it may be zero.
     """
     after_alpha, after_prob = bool(wanted.alpha), bool(wanted.alpha or wanted.prob)
-    dgrad = contract.Call(
+    dgrad = calls.Call(
         call.m,
         call.k,
         call.n,

@@ -24,7 +24,7 @@ _ADDRESSES = struct.Struct("12Q")  # from `a` to the end
 
 
 class Forward:
-    """Launches one `contract.Call` again and again: all but the addresses is prepared once.
+    """Launches one `calls.Call` again and again: all but the addresses is prepared once.
 
     Whoever calls it keeps every buffer alive until the stream is past the call, and has checked the operands: the
     library checks only that it stays in bounds.

@@ -23,7 +23,7 @@ grouped_gemm_p.multiple_results = True
 
 
 def grouped_gemm(call, operands):
-    """[D] or [D, C], both (M, N), for `contract.Operands`."""
+    """[D] or [D, C], both (M, N), for `calls.Operands`."""
     if call.empty:
         return [jnp.zeros((call.m, call.n), dtype) for dtype in call.output_dtypes]
     return partitioning.bind(grouped_gemm_p, partitioning.Gemm(call), call.flat(operands))

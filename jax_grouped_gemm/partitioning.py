@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from jax_grouped_gemm import contract, meshes, reference
+from jax_grouped_gemm import calls, contract, meshes, reference
 
 
 def bind(primitive, rule, operands):
@@ -122,7 +122,7 @@ class Plan:
     scattered: by dimension of the results, the axes over which their sum is left scattered.
     """
 
-    call: contract.Call | contract.WgradCall
+    call: calls.Call | calls.WgradCall
     operands: list
     result: dict
     axes: dict
@@ -192,7 +192,7 @@ class Gemm(_Rule):
         super().__init__(call)
         matrix = "nk" if call.b_major == "k" else "kn"
         b = {"dense": ["l" + matrix], "tuple": [matrix] * call.l, "pointers": ["p"]}[call.weights]
-        self.operands = _letters(call, contract.Operands("mk", "g", "g", "g", "m", "gn", tuple(b)))
+        self.operands = _letters(call, calls.Operands("mk", "g", "g", "g", "m", "gn", tuple(b)))
         self.results = ["mn"] * len(call.output_dtypes)
 
     def explicit(self, axes):
@@ -262,7 +262,7 @@ class Wgrad(_Rule):
 
     def __init__(self, call):
         super().__init__(call)
-        self.operands = _letters(call, contract.WgradOperands("mn", "mk", "g", "g", "g", "lnk"))
+        self.operands = _letters(call, calls.WgradOperands("mn", "mk", "g", "g", "g", "lnk"))
         self.results = ["lnk"]
 
     def explicit(self, axes):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_grouped_gemm import config, contract, ffi_call, reference, wgrad_call
+from jax_grouped_gemm import calls, config, contract, ffi_call, reference, wgrad_call
 
 ROW_RAGGED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -190,7 +190,7 @@ def _kept(dims, dtype, offset):
     experts = np.broadcast_to(at.reshape(batch, 1, local), (batch, outer, local)).reshape(batch * outer, local)
     shape = (*dims.prefixes, dims.rows, *dims.lhs_sizes(dims.inner), *dims.rhs_sizes(dims.kept_rhs))
     mapped = None if len(experts) == 1 and not offset else len(experts) * (local + (len(experts) > 1) + offset)
-    call = contract.Call(
+    call = calls.Call(
         m, n, k, l, b_major, "dense", dtype, False, False, None, mapped_groups=mapped, distinct_experts=outer == 1,
     )  # fmt: skip
 
@@ -198,7 +198,7 @@ def _kept(dims, dtype, offset):
         a = lhs.transpose(lhs_order).reshape(m, k)
         b = rhs.transpose(rhs_order).reshape(call.b_shape)
         ends, of_groups = _groups(dims, group_sizes, group_offset, experts)
-        operands = contract.Operands(a, ends, of_groups if call.has_experts else None, None, None, None, (b,))
+        operands = calls.Operands(a, ends, of_groups if call.has_experts else None, None, None, None, (b,))
         return ffi_call.grouped_gemm(call, operands)[0].reshape(shape)
 
     return product
@@ -220,13 +220,13 @@ def _contracted(dims, groups, dtype, offset):
     experts = np.arange(l).reshape(outer, groups, batch).transpose(2, 0, 1).reshape(batch * outer, groups)
     shape = (groups, *dims.lhs_sizes((*dims.batch[0], *kept_lhs)), *dims.rhs_sizes(dims.kept_rhs))
     mapped = None if len(experts) == 1 and not offset else len(experts) * (groups + (len(experts) > 1) + offset)
-    call = contract.WgradCall(m, n, k, l, dtype if outer == 1 else "float32", False, None, mapped_groups=mapped)
+    call = calls.WgradCall(m, n, k, l, dtype if outer == 1 else "float32", False, None, mapped_groups=mapped)
 
     def product(lhs, rhs, group_sizes, group_offset=None):
         x = lhs.transpose(lhs_order).reshape(m, n)
         y = rhs.transpose(rhs_order).reshape(m, k)
         ends, of_groups = _groups(dims, group_sizes, group_offset, experts)
-        operands = contract.WgradOperands(x, y, ends, of_groups if call.has_experts else None, None, None)
+        operands = calls.WgradOperands(x, y, ends, of_groups if call.has_experts else None, None, None)
         d = wgrad_call.grouped_wgrad(call, operands)
         return d.reshape(outer, *shape).sum(0).astype(dtype) if outer > 1 else d.reshape(shape)
 

@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from jax_grouped_gemm import contract, meshes, reference, wgrad_call
+from jax_grouped_gemm import calls, contract, meshes, reference, wgrad_call
 
 
 class Owners:
@@ -54,10 +54,10 @@ def sums(call, offsets, x, factor):
     """
     parts = [jnp.ones(call.m, jnp.bfloat16)] if factor is None else pieces(factor)
     y = jnp.pad(jnp.stack(parts, axis=1), ((0, 0), (0, contract.ALIGNMENT - len(parts))))
-    wgrad = contract.WgradCall(
+    wgrad = calls.WgradCall(
         call.m, x.shape[1], contract.ALIGNMENT, call.groups, "float32", has_alpha=False, **kernel_options(call)
     )
-    d = wgrad_call.grouped_wgrad(wgrad, contract.WgradOperands(x, y, offsets, None, None, None))
+    d = wgrad_call.grouped_wgrad(wgrad, calls.WgradOperands(x, y, offsets, None, None, None))
     return jnp.sum(d[:, :, : len(parts)], axis=2)
 
 

@@ -12,7 +12,7 @@ grouped_wgrad_p.multiple_results = True
 
 
 def grouped_wgrad(call, operands):
-    """D (L, N, K) for `contract.WgradOperands`."""
+    """D (L, N, K) for `calls.WgradOperands`."""
     if call.empty:
         return jnp.zeros((call.l, call.n, call.k), call.d_dtype) if operands.total is None else operands.total
     (d,) = partitioning.bind(grouped_wgrad_p, partitioning.Wgrad(call), call.flat(operands))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_reference import equations
 
-from jax_grouped_gemm import config, contract, ffi_call, grouped_gemm, library, rows
+from jax_grouped_gemm import calls, config, ffi_call, grouped_gemm, library, rows
 
 OFFSETS = [10, 10, 41, 60]
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -525,7 +525,7 @@ def test_groups_that_share_experts(rng):
         call = _call_of(mine, experts)
 
         def run(arrays, call=call):
-            operands = contract.Operands(
+            operands = calls.Operands(
                 *(arrays.get(name) for name in ("a",)),
                 jnp.asarray(case.offsets),
                 jnp.asarray(experts, jnp.int32),
@@ -565,7 +565,7 @@ def test_groups_that_share_experts(rng):
 
 
 def _call_of(case, experts):
-    return contract.Call(
+    return calls.Call(
         case.a.shape[0], 24, 16, 4, "k", "dense", case.d_dtype, has_alpha=True, has_prob=True, implementation=None,
         has_bias=case.bias is not None, c_dtype="bfloat16", mapped_groups=len(experts),
     )  # fmt: skip
@@ -590,7 +590,7 @@ def test_three_pieces_are_exact(values):
 def test_sums_are_of_float32(rng):
     """Of values that bfloat16 does not hold, with a result that one or two pieces would miss."""
     values = rng.uniform(0.5, 1, 70).astype(np.float32)
-    call = contract.Call(70, 8, 8, 2, "k", "dense", "bfloat16", False, False, None)
+    call = calls.Call(70, 8, 8, 2, "k", "dense", "bfloat16", False, False, None)
     got = jax.jit(lambda v: rows.total(call, jnp.asarray([30, 60], jnp.int32), v))(values)
     want = [values[:30].astype(np.float64).sum(), values[30:60].astype(np.float64).sum()]
     np.testing.assert_allclose(got, want, rtol=2e-7 * np.sqrt(30))

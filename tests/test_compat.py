@@ -18,8 +18,8 @@ import oracle
 import pytest
 
 import jax_grouped_gemm as package
-from jax_grouped_gemm import TupleDict, contract, direct, ffi_call, grouped_gemm_jax_sm100, grouped_gemm_wrapper
-from jax_grouped_gemm.compat import jax_arrays, plan, streams, values
+from jax_grouped_gemm import TupleDict, calls, direct, ffi_call, grouped_gemm_jax_sm100, grouped_gemm_wrapper
+from jax_grouped_gemm.compat import jax_arrays, plan, streams, strided, values
 from jax_grouped_gemm.compat.dtypes import dtype_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -465,7 +465,7 @@ def library_calls(monkeypatch):
 def example_call(**changes):
     options = {"m": 512, "n": 16, "k": 32, "l": 2, "b_major": "k", "weights": "tuple", "d_dtype": "float16"}
     options |= {"has_alpha": True, "has_prob": True, "implementation": None, "has_bias": True, "c_dtype": "float32"}
-    return contract.Call(**options | {"dynamic": True, "overlap_margin": 6} | changes)
+    return calls.Call(**options | {"dynamic": True, "overlap_margin": 6} | changes)
 
 
 def test_fields_of_a_launch(library_calls):
@@ -521,8 +521,8 @@ def test_errors_of_the_driver(monkeypatch):
 # --- what is remembered -----------------------------------------------------------------------------------------------
 
 
-NEUTRAL_ENTRY = contract.Entry("grouped_gemm_wrapper", False, "grouped_gemm")
-OPTIONS = contract.StridedOptions(
+NEUTRAL_ENTRY = strided.Entry("grouped_gemm_wrapper", False, "grouped_gemm")
+OPTIONS = strided.StridedOptions(
     n=48, b_dtype="bfloat16", b_major="k", acc_dtype="float32", c_dtype="bfloat16", d_dtype="bfloat16", cd_major="n",
     mma_tiler_mn=None, cluster_shape_mn=None, m_aligned=256, generate_c=False, use_dynamic_sched=False,
     overlap_margin=None,
@@ -532,16 +532,16 @@ OPTIONS = contract.StridedOptions(
 def call_of(rng, **options):
     """The native call that a wrapper's call with these options becomes."""
     arguments, _alive = compat_problems.jax_arguments(compat_problems.aligned_case(rng))
-    operands = {name: arguments[name] for name in contract.StridedOperands._fields if name in arguments}
-    request = plan.request(NEUTRAL_ENTRY, contract.StridedOperands(**operands), OPTIONS._replace(**options))
+    operands = {name: arguments[name] for name in strided.StridedOperands._fields if name in arguments}
+    request = plan.request(NEUTRAL_ENTRY, strided.StridedOperands(**operands), OPTIONS._replace(**options))
     return plan.plan_for(request).call
 
 
 def test_repeated_calls_check_descriptors_once(rng, monkeypatch, fresh_plans):
     arguments, _alive = compat_problems.jax_arguments(compat_problems.aligned_case(rng))
     checks = []
-    original = contract.check_layouts
-    monkeypatch.setattr(contract, "check_layouts", lambda *given: (checks.append(1), original(*given))[1])
+    original = strided.check_layouts
+    monkeypatch.setattr(strided, "check_layouts", lambda *given: (checks.append(1), original(*given))[1])
     for _ in range(3):
         grouped_gemm_wrapper(**arguments)
     assert len(checks) == 1
@@ -570,7 +570,7 @@ def test_memo_is_bounded(fresh_plans):
         f32, struct = np.dtype(np.float32), lambda shape, dtype: (shape, None, dtype, None)
         a, offsets = struct((m, 32, 1), np.dtype(jnp.bfloat16)), struct((2,), np.dtype(np.int32))
         rest = {"b_ptrs": struct((16,), np.dtype(np.uint8)), "prob_tensor": struct((m, 1, 1), f32)}
-        return contract.StridedOperands(a, offsets, struct((2,), f32), **rest)
+        return strided.StridedOperands(a, offsets, struct((2,), f32), **rest)
 
     for m in range(1, 301):
         plan.plan_for(plan.Request(NEUTRAL_ENTRY, jax_arrays, operands(m), OPTIONS._replace(m_aligned=1), None))

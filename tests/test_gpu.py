@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 
-from jax_grouped_gemm import config, contract, direct, ffi_call, grouped_gemm
+from jax_grouped_gemm import calls, config, direct, ffi_call, grouped_gemm
 
 pytestmark = pytest.mark.gpu
 
@@ -292,7 +292,7 @@ def test_writes_nothing_outside_the_outputs(rng, monkeypatch, shape, d_dtype, c_
         }
         scratch = jnp.zeros(128, jnp.uint8)
         jax.block_until_ready((operands, memory, scratch))
-        call = contract.Call(
+        call = calls.Call(
             m=m, n=n, k=k, l=4, b_major="k", weights="dense", d_dtype=d_dtype, c_dtype=c_dtype, has_alpha=False,
             has_prob=False, has_bias=case.bias is not None, dynamic=i % 2 == 1, overlap_margin=0, mma_tiler_mn=None,
             cluster_shape_mn=None, implementation=None,

@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 
-from jax_grouped_gemm import config, contract, ffi_call, grouped_gemm, grouped_gemm_wgrad, library, wgrad_call
+from jax_grouped_gemm import calls, config, ffi_call, grouped_gemm, grouped_gemm_wgrad, library, wgrad_call
 
 
 @pytest.fixture(autouse=True)
@@ -139,11 +139,11 @@ def lower_for_cuda(run, *structs):
 def test_groups_that_share_experts(weights, epilogue):
     """Seven groups of four experts' weights: alpha and bias are the groups', maps and addresses the experts'."""
     everything = epilogue != "plain"
-    call = contract.Call(
+    call = calls.Call(
         m=64, n=16, k=32, l=4, b_major="k", weights=weights, d_dtype="bfloat16", has_alpha=everything, has_prob=False,
         has_bias=everything, c_dtype="float32" if everything else None, dynamic=True, mapped_groups=7, implementation=None,
     )  # fmt: skip
-    given = contract.Operands(
+    given = calls.Operands(
         struct(64, 32),
         struct(7, dtype=jnp.int32),
         struct(7, dtype=jnp.int32),
@@ -168,11 +168,11 @@ def test_groups_that_share_experts(weights, epilogue):
 
 def test_wgrad_of_groups_with_experts():
     """Seven groups, four results."""
-    call = contract.WgradCall(
+    call = calls.WgradCall(
         m=64, n=16, k=32, l=4, d_dtype="float32", has_alpha=True, mapped_groups=7, implementation=None
     )
     ints, floats = struct(7, dtype=jnp.int32), struct(7, dtype=jnp.float32)
-    given = contract.WgradOperands(struct(64, 16), struct(64, 32), ints, ints, floats, None)
+    given = calls.WgradOperands(struct(64, 16), struct(64, 32), ints, ints, floats, None)
     line = custom_call(
         lower_for_cuda(lambda *flat: wgrad_call.grouped_wgrad(call, call.split(flat)), *call.flat(given)), library.WGRAD
     )
@@ -187,7 +187,7 @@ def test_wgrad_kernel_names_are_compiled_variants():
     sizes = (8, 64, 128, 192, 256, 384, 576, 4096)
     asked = set()
     for arch, n, k, (d_dtype, accumulate) in itertools.product(config.TILES, sizes, sizes, config.WGRAD_RESULTS):
-        call = contract.WgradCall(
+        call = calls.WgradCall(
             m=64, n=n, k=k, l=4, d_dtype=d_dtype, has_alpha=False, accumulate=accumulate, implementation=None
         )
         asked.add(wgrad_call.kernel_name(arch, call))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_grouped_gemm import contract, ffi_call, grouped_gemm, library, reference
+from jax_grouped_gemm import calls, ffi_call, grouped_gemm, library, reference
 
 STATIC = ("b_major", "d_dtype", "generate_c", "c_dtype")
 DTYPES = ["bfloat16", "float16", "float32"]
@@ -229,7 +229,7 @@ def test_options_of_the_kernels_make_no_difference(rng, options):
 
 
 def call_of(m, n, k, l, **options):
-    return contract.Call(m, n, k, l, "k", "dense", "bfloat16", False, False, None, **options)
+    return calls.Call(m, n, k, l, "k", "dense", "bfloat16", False, False, None, **options)
 
 
 @given(

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jax_grouped_gemm as jgg
 from jax_grouped_gemm import (
     acceleration,
-    contract,
+    calls,
     ffi_call,
     grouped_gemm,
     grouped_gemm_wgrad,
@@ -458,7 +458,7 @@ def test_lowered_for_cuda(mesh):
     assert "@CustomSPMDPartitioning" in text
     assert f"@{library.FORWARD}" not in text
 
-    call = contract.Call(M, N, K, L, "k", "dense", "bfloat16", has_alpha=False, has_prob=False, implementation=None)
+    call = calls.Call(M, N, K, L, "k", "dense", "bfloat16", has_alpha=False, has_prob=False, implementation=None)
     rule = partitioning.Gemm(call)
     plan = rule.plan(partitioning._Mesh(mesh), [{"m": ("x",)}, {}, {"l": ("x",)}], {"m": ("x",)})
     of = tuple(

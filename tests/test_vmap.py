@@ -10,7 +10,7 @@ import oracle
 import pytest
 from test_reference import equations
 
-from jax_grouped_gemm import batching, contract, grouped_gemm, grouped_gemm_wgrad, library
+from jax_grouped_gemm import batching, calls, contract, grouped_gemm, grouped_gemm_wgrad, library
 
 BATCH = 3
 OFFSETS = [[10, 10, 20, 27], [0, 5, 30, 30], [7, 7, 7, 9]]
@@ -356,7 +356,7 @@ def test_gradients_of_batched_wgrads(rng):
 
 
 def test_a_batch_fits_by_its_largest_extent(monkeypatch):
-    call = contract.Call(30, 16, 24, 4, "k", "dense", "float32", False, False, None)
+    call = calls.Call(30, 16, 24, 4, "k", "dense", "float32", False, False, None)
     monkeypatch.setattr(contract, "SIZE_LIMIT", 90)
     assert batching._fits(2, call)
     assert not batching._fits(3, call)

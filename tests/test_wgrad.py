@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_reference import equations
 
-from jax_grouped_gemm import config, contract, ffi_call, grouped_gemm_wgrad, library, reference, wgrad_call
+from jax_grouped_gemm import calls, config, ffi_call, grouped_gemm_wgrad, library, reference, wgrad_call
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 OFFSETS = [10, 10, 41, 60]
@@ -132,9 +132,9 @@ def test_groups_that_make_other_matrices(rng):
     experts = [4, 2, -1, 0, 3, 1, 2**31 - 1]
     problem = Problem(rng, l=7, m=90, offsets=[10, 22, 30, 30, 61, 75, 90], total=True)
     problem.total = problem.total[:5]
-    call = contract.WgradCall(90, 24, 16, 5, "float32", True, None, accumulate=True, mapped_groups=7)
+    call = calls.WgradCall(90, 24, 16, 5, "float32", True, None, accumulate=True, mapped_groups=7)
     arrays = problem.arguments()
-    operands = contract.WgradOperands(
+    operands = calls.WgradOperands(
         arrays["x"], arrays["y"], arrays["offsets"], jnp.asarray(experts, jnp.int32), arrays["alpha"], jnp.asarray(problem.total)
     )  # fmt: skip
     got = wgrad_call.grouped_wgrad(call, operands)
@@ -148,7 +148,7 @@ def test_groups_that_make_other_matrices(rng):
 
 def test_one_product_per_tile_and_no_copy_of_the_operands(rng):
     """For two tiles of rows per group: nothing of an operand's size beside the result, and one matrix of float32."""
-    call = contract.WgradCall(1024, 128, 256, 8, "bfloat16", False, None)
+    call = calls.WgradCall(1024, 128, 256, 8, "bfloat16", False, None)
     x, y = (jnp.zeros((1024, columns), jnp.bfloat16) for columns in (128, 256))
     traced = jax.jit(lambda x, y, offsets: reference.grouped_wgrad(call, x, y, offsets, None, None, None)).trace(
         x, y, jnp.arange(128, 1025, 128, dtype=jnp.int32)
@@ -342,9 +342,7 @@ def test_every_tile_has_a_name_for_callers(built, arch):
         line = custom_call(lower(**wish))
         assert re.search(rf'sm{arch} = "sm{arch}_wgrad_{tile}_bfloat16"', line)
     assert config.select_wgrad_tile(90, 64, 64, (1, 1)) is None
-    assert (
-        wgrad_call.kernel_name(90, contract.WgradCall(64, 8, 8, 1, "float32", False, None, mma_tiler_mn=(1, 1))) == ""
-    )
+    assert wgrad_call.kernel_name(90, calls.WgradCall(64, 8, 8, 1, "float32", False, None, mma_tiler_mn=(1, 1))) == ""
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

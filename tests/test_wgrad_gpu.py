@@ -13,7 +13,7 @@ import oracle
 import pytest
 from functional import device
 
-from jax_grouped_gemm import config, contract, direct, ffi_call, grouped_gemm, grouped_gemm_wgrad, wgrad_call
+from jax_grouped_gemm import calls, config, direct, ffi_call, grouped_gemm, grouped_gemm_wgrad, wgrad_call
 
 gpu = pytest.mark.gpu
 
@@ -222,7 +222,7 @@ def test_groups_that_share_experts(rng, arm, weights, feature):
 def forward_of_groups(case, weights, arm):
     """No public function takes experts of groups: vmap and the gradients of others do."""
     (m, k), l = case.a.shape, len(case.b)
-    call = contract.Call(
+    call = calls.Call(
         m=m, n=case.b.shape[1], k=k, l=l, b_major="k", weights=weights, d_dtype=case.d_dtype, has_alpha=True,
         has_prob=True, has_bias=case.bias is not None, c_dtype=case.c_dtype if case.generate_c else None,
         mapped_groups=case.offsets.size, **facts_of(arm),
@@ -230,7 +230,7 @@ def forward_of_groups(case, weights, arm):
     experts = tuple(map(jnp.asarray, case.b))
     addresses = np.array([x.unsafe_buffer_pointer() for x in experts], np.int64)
     b = {"dense": (case.b,), "tuple": experts, "pointers": (addresses.view(np.uint8),)}[weights]
-    operands = contract.Operands(case.a, case.offsets, case.experts, case.alpha, case.prob, case.bias, b)
+    operands = calls.Operands(case.a, case.offsets, case.experts, case.alpha, case.prob, case.bias, b)
     flat = list(map(jnp.asarray, call.flat(operands)))
     outputs = jax.jit(lambda *flat: ffi_call.grouped_gemm(call, call.split(flat)))(*flat)
     return jax.block_until_ready(outputs)  # before the matrices behind the addresses go
@@ -242,11 +242,11 @@ def test_gradients_of_groups_with_experts(rng, arm, d_dtype, accumulate):
     case = oracle.make_wgrad_case(
         rng, len(DISTINCT), 700, 136, 72, d_dtype=d_dtype, accumulate=accumulate, experts=DISTINCT
     )
-    call = contract.WgradCall(
+    call = calls.WgradCall(
         m=700, n=136, k=72, l=case.l, d_dtype=d_dtype, has_alpha=True, accumulate=accumulate,
         mapped_groups=len(DISTINCT), **facts_of(arm),
     )  # fmt: skip
-    operands = contract.WgradOperands(case.x, case.y, case.offsets, case.experts, case.alpha, case.total)
+    operands = calls.WgradOperands(case.x, case.y, case.offsets, case.experts, case.alpha, case.total)
     flat = list(map(jnp.asarray, call.flat(operands)))
     oracle.wgrad_check(jax.jit(lambda *flat: wgrad_call.grouped_wgrad(call, call.split(flat)))(*flat), case)
 

@@ -1,5 +1,7 @@
 #include "fake_xla.h"
 
+#include "check.h"
+
 struct XLA_FFI_Error {
   std::string text;
 };
@@ -108,6 +110,15 @@ std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, FakeCal
   frame.attrs.names = name_pointers.data();
   frame.attrs.attrs = values.data();
   return Take(handler(&frame));
+}
+
+void CheckRefusals(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, const FakeCall& call,
+                   const std::vector<Refusal>& refusals) {
+  for (const Refusal& refusal : refusals) {
+    FakeCall spoilt = call;
+    refusal.spoil(spoilt);
+    CHECK_CONTAINS(Call(handler, stage, spoilt), refusal.part);
+  }
 }
 
 XLA_FFI_Metadata MetadataOf(XLA_FFI_Handler* handler) {

@@ -40,6 +40,16 @@ struct FakeCall {
 // Runs a handler. Its error's text, prefixed by its code ("3: ..."), or "" on success.
 std::string Call(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, FakeCall call);
 
+// A way to spoil a call, and a part of the error that it then gets.
+struct Refusal {
+  void (*spoil)(FakeCall&);
+  const char* part;
+};
+
+// Checks that the handler refuses the call in each of these ways.
+void CheckRefusals(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage, const FakeCall& call,
+                   const std::vector<Refusal>& refusals);
+
 // The handler's traits and API version, read as XLA reads them at registration.
 XLA_FFI_Metadata MetadataOf(XLA_FFI_Handler* handler);
 

@@ -298,11 +298,7 @@ TEST(WrongOperands) {
   const CUstream stream = fake.AddDevice(9, 0);
   CHECK_EQ(Initialize(DenseCall(stream)), "");
   CHECK_EQ(Initialize(TupleCall(stream)), "");
-  struct Case {
-    void (*spoil)(FakeCall&);
-    const char* part;
-  };
-  const std::vector<Case> dense = {
+  const std::vector<Refusal> dense = {
       {[](FakeCall& c) { c.args[0].dtype = kF32; },
        "3: jax_grouped_gemm: a must be BF16 (M, K) = (1000, 256); got F32 (1000, 256)"},
       {[](FakeCall& c) { c.args[0].dims = {1000}; }, "a must be BF16 (M, K); got BF16 (1000)"},
@@ -328,12 +324,8 @@ TEST(WrongOperands) {
       {[](FakeCall& c) { c.rets.clear(); }, "must have 1 results for its attributes; got 0"},
       {[](FakeCall& c) { c.attributes["has_prob"] = true; }, "must have 4 operands"},
   };
-  for (const Case& c : dense) {
-    FakeCall call = DenseCall(stream);
-    c.spoil(call);
-    CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, call), c.part);
-  }
-  const std::vector<Case> tuple = {
+  CheckRefusals(jgg_forward_execute, kExecute, DenseCall(stream), dense);
+  const std::vector<Refusal> tuple = {
       {[](FakeCall& c) { c.args[2].dims = {4}; }, "alpha must be F32 (L,) = (3); got F32 (4)"},
       {[](FakeCall& c) { c.args[3].dtype = kBf16; }, "prob must be F32 (M,) = (1000); got BF16"},
       {[](FakeCall& c) { c.args[5].dims = {256, 512}; },
@@ -343,12 +335,8 @@ TEST(WrongOperands) {
        "scratch must be U8 (128 L,) = (384); got U8 (128)"},
       {[](FakeCall& c) { c.rets.pop_back(); }, "must have 2 results"},
   };
-  for (const Case& c : tuple) {
-    FakeCall call = TupleCall(stream);
-    c.spoil(call);
-    CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, call), c.part);
-  }
-  const std::vector<Case> full = {
+  CheckRefusals(jgg_forward_execute, kExecute, TupleCall(stream), tuple);
+  const std::vector<Refusal> full = {
       {[](FakeCall& c) { c.args[4].dims = {3, 256}; },
        "3: jax_grouped_gemm: bias must be BF16 (L, N) = (3, 512); got BF16 (3, 256)"},
       {[](FakeCall& c) { c.args[4].dims = {512, 3}; }, "(3, 512); got BF16 (512, 3)"},
@@ -369,12 +357,8 @@ TEST(WrongOperands) {
       {[](FakeCall& c) { c.attributes["dynamic"] = false; },
        "scratch must be U8 (128 L,) = (384); got U8 (512)"},
   };
-  for (const Case& c : full) {
-    FakeCall call = FullCall(stream);
-    c.spoil(call);
-    CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, call), c.part);
-  }
-  const std::vector<Case> mapped = {
+  CheckRefusals(jgg_forward_execute, kExecute, FullCall(stream), full);
+  const std::vector<Refusal> mapped = {
       {[](FakeCall& c) { c.args[1].dims = {1, 5}; }, "offsets must be S32 (G,); got S32 (1, 5)"},
       {[](FakeCall& c) { c.args[1].dtype = kS64; }, "offsets must be S32 (G,) = (5); got S64 (5)"},
       {[](FakeCall& c) { c.args[2].dims = {3}; },
@@ -387,11 +371,7 @@ TEST(WrongOperands) {
       {[](FakeCall& c) { c.attributes["l"] = int64_t{-1}; }, "operands for its attributes; got 9"},
       {[](FakeCall& c) { c.attributes["has_experts"] = false; }, "must have 8 operands"},
   };
-  for (const Case& c : mapped) {
-    FakeCall call = MappedCall(stream);
-    c.spoil(call);
-    CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, call), c.part);
-  }
+  CheckRefusals(jgg_forward_execute, kExecute, MappedCall(stream), mapped);
   FakeCall dynamic = DenseCall(stream);
   dynamic.attributes["dynamic"] = true;
   CHECK_CONTAINS(Call(jgg_forward_execute, kExecute, dynamic), "must have 2 results");

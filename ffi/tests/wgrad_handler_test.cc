@@ -111,11 +111,7 @@ TEST(EmptyResults) {
 }
 
 TEST(InstantiateRefuses) {
-  struct Case {
-    void (*spoil)(FakeCall&);
-    const char* part;
-  };
-  const std::vector<Case> cases = {
+  const std::vector<Refusal> cases = {
       {[](FakeCall& c) { c.attributes["build_id"] = std::string("older-build"); },
        "9: jax_grouped_gemm: the program was lowered for build older-build, this library is build "
        "fake-build"},
@@ -132,11 +128,7 @@ TEST(InstantiateRefuses) {
       {[](FakeCall& c) { c.attributes["accumulate"] = int64_t{1}; }, "Wrong scalar data type"},
       {[](FakeCall& c) { c.attributes.erase("dynamic"); }, "Wrong number of attributes"},
   };
-  for (const Case& c : cases) {
-    FakeCall call = MinimalCall(nullptr);
-    c.spoil(call);
-    CHECK_CONTAINS(Call(jgg_wgrad_instantiate, kInstantiate, call), c.part);
-  }
+  CheckRefusals(jgg_wgrad_instantiate, kInstantiate, MinimalCall(nullptr), cases);
 }
 
 TEST(InitializeRefuses) {
@@ -156,11 +148,7 @@ TEST(WrongOperands) {
   const CUstream stream = fake.AddDevice(9, 0);
   CHECK_EQ(Initialize(MinimalCall(stream)), "");
   CHECK_EQ(Initialize(FullCall(stream)), "");
-  struct Case {
-    void (*spoil)(FakeCall&);
-    const char* part;
-  };
-  const std::vector<Case> minimal = {
+  const std::vector<Refusal> minimal = {
       {[](FakeCall& c) { c.args[0].dtype = kF32; },
        "3: jax_grouped_gemm: x must be BF16 (M, N) = (1000, 512); got F32 (1000, 512)"},
       {[](FakeCall& c) { c.args[0].dims = {1000}; }, "x must be BF16 (M, N); got BF16 (1000)"},
@@ -185,12 +173,8 @@ TEST(WrongOperands) {
       {[](FakeCall& c) { c.rets.clear(); }, "must have 1 results for its attributes; got 0"},
       {[](FakeCall& c) { c.attributes["dynamic"] = true; }, "must have 2 results"},
   };
-  for (const Case& c : minimal) {
-    FakeCall call = MinimalCall(stream);
-    c.spoil(call);
-    CHECK_CONTAINS(Call(jgg_wgrad_execute, kExecute, call), c.part);
-  }
-  const std::vector<Case> full = {
+  CheckRefusals(jgg_wgrad_execute, kExecute, MinimalCall(stream), minimal);
+  const std::vector<Refusal> full = {
       {[](FakeCall& c) { c.args[2].dtype = kS64; }, "offsets must be S32 (G,) = (5); got S64 (5)"},
       {[](FakeCall& c) { c.args[3].dims = {3}; }, "experts must be S32 (G,) = (5); got S32 (3)"},
       {[](FakeCall& c) { c.args[3].dtype = kF32; }, "experts must be S32 (G,) = (5); got F32 (5)"},
@@ -213,11 +197,7 @@ TEST(WrongOperands) {
        "scratch must be U8 (128,) = (128); got U8 (512)"},
       {[](FakeCall& c) { c.attributes["dynamic"] = false; }, "must have 1 results"},
   };
-  for (const Case& c : full) {
-    FakeCall call = FullCall(stream);
-    c.spoil(call);
-    CHECK_CONTAINS(Call(jgg_wgrad_execute, kExecute, call), c.part);
-  }
+  CheckRefusals(jgg_wgrad_execute, kExecute, FullCall(stream), full);
   CHECK_EQ(fake.launched.size(), 0u);
 }
 

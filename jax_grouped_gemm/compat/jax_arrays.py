@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_grouped_gemm import contract, direct
-from jax_grouped_gemm.compat import streams, through_xla, values
+from jax_grouped_gemm import direct
+from jax_grouped_gemm.compat import streams, strided, through_xla, values
 
 _scratch_of: dict[int, list[jax.Array]] = {}  # id of D -> scratch of the launches that write it
 
@@ -28,7 +28,7 @@ def device_of(sharding):
     if sharding is None:
         return None
     if len(sharding.device_set) != 1:
-        raise contract.several_devices(sharding)
+        raise strided.several_devices(sharding)
     (device,) = sharding.device_set
     return device
 
@@ -47,7 +47,7 @@ def run(plan, operands, stream, by_address):
     """(D, C or None). by_address: into d_tensor and c_tensor where given, on a stream; else through XLA."""
     traced = [name for name, x in operands._asdict().items() if isinstance(x, jax.core.Tracer)]
     if by_address and traced:
-        raise contract.values_traced(traced[0])
+        raise strided.values_traced(traced[0])
     if not by_address:
         _check_values(plan, operands)
         return through_xla.forward(operands._replace(c_tensor=None, d_tensor=None), call=plan.call)
@@ -95,7 +95,7 @@ def _launch(plan, operands, stream):
 
 
 def _addresses(operands):
-    return contract.StridedOperands(*[0 if x is None else x.unsafe_buffer_pointer() for x in operands])
+    return strided.StridedOperands(*[0 if x is None else x.unsafe_buffer_pointer() for x in operands])
 
 
 def _output(given, call, dtype, device):

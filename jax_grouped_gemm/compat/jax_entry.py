@@ -1,9 +1,8 @@
 """The document's entry for jitted JAX programs."""
 
-from jax_grouped_gemm import contract
-from jax_grouped_gemm.compat import plan
+from jax_grouped_gemm.compat import plan, strided
 
-ENTRY = contract.Entry("grouped_gemm_jax_sm100", sm100=True, instead="grouped_gemm")
+ENTRY = strided.Entry("grouped_gemm_jax_sm100", sm100=True, instead="grouped_gemm")
 
 
 def grouped_gemm_jax_sm100(
@@ -32,10 +31,10 @@ def grouped_gemm_jax_sm100(
     computes by the reference.
     """
     del vector_f32
-    operands = contract.StridedOperands(a_tensor, padded_offsets, alpha_tensor, b_ptrs=b_ptrs, prob_tensor=prob_tensor)
-    options = contract.StridedOptions(
+    operands = strided.StridedOperands(a_tensor, padded_offsets, alpha_tensor, b_ptrs=b_ptrs, prob_tensor=prob_tensor)
+    options = strided.StridedOptions(
         n, "bfloat16", "k", acc_dtype, c_dtype, d_dtype, "n", mma_tiler_mn, cluster_shape_mn,
-        contract.SM100_M_ALIGNED, generate_c, use_dynamic_sched, overlap_margin=None,
+        strided.SM100_M_ALIGNED, generate_c, use_dynamic_sched, overlap_margin=None,
     )  # fmt: skip
     request = plan.request(ENTRY, operands, options)
     return request.framework.run(plan.plan_for(request), operands, None, by_address=False)

@@ -1,8 +1,7 @@
 """The document's class: sample tensors first, then calls into given outputs."""
 
-from jax_grouped_gemm import contract
-from jax_grouped_gemm.compat import plan
-from jax_grouped_gemm.contract import Entry, StridedOperands, StridedOptions
+from jax_grouped_gemm.compat import plan, strided
+from jax_grouped_gemm.compat.strided import Entry, StridedOperands, StridedOptions
 
 
 class GroupedGemm:
@@ -81,8 +80,8 @@ class GroupedGemm:
     def _support(self):
         """The plan of the samples."""
         samples, options = self._samples, self._options
-        contract.check_outputs_given(options, sample_d=samples.d_tensor, sample_c=samples.c_tensor)
-        contract.check_sample_weights(samples.b_tensor is not None, **self._weights)
+        strided.check_outputs_given(options, sample_d=samples.d_tensor, sample_c=samples.c_tensor)
+        strided.check_sample_weights(samples.b_tensor is not None, **self._weights)
         if samples.b_tensor is None:
             device = samples.a_tensor[3]
             samples = samples._replace(b_ptrs=self._framework.pointers_layout(self._weights["num_experts"], device))
@@ -93,7 +92,7 @@ class GroupedGemm:
             )
         )
         if samples.b_tensor is None:
-            contract.check_b_shape(self._weights["b_shape"], found.call.k)
+            strided.check_b_shape(self._weights["b_shape"], found.call.k)
         self._plan, self._sampled = found, options
         return found
 
@@ -125,16 +124,16 @@ class GroupedGemm:
         example. On a CPU the call has finished when it returns.
         """
         if self._plan is None or not self._compiled:
-            raise contract.not_compiled(self._entry.name)
+            raise strided.not_compiled(self._entry.name)
         operands = StridedOperands(
             a_tensor, padded_offsets, alpha_tensor, b_tensor, b_ptrs, bias_tensor, prob_tensor, c_tensor, d_tensor
         )
-        contract.check_outputs_given(self._options, d_tensor=d_tensor, c_tensor=c_tensor)
-        contract.check_same_weights(self._samples.b_tensor is not None, b_tensor=b_tensor, b_ptrs=b_ptrs)
+        strided.check_outputs_given(self._options, d_tensor=d_tensor, c_tensor=c_tensor)
+        strided.check_same_weights(self._samples.b_tensor is not None, b_tensor=b_tensor, b_ptrs=b_ptrs)
         request = plan.request(self._entry, operands, self._sampled)
         found = plan.plan_for(request)
         if found.fixed != self._plan.fixed:
-            contract.check_as_sampled(self._plan.fixed, found.fixed)
+            strided.check_as_sampled(self._plan.fixed, found.fixed)
         request.framework.run(found, operands, current_stream, by_address=True)
 
 

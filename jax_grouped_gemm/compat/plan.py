@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped_gemm import config, contract, direct, ffi_call
-from jax_grouped_gemm.compat import jax_arrays, torch_tensors
+from jax_grouped_gemm import calls, config, contract, direct, ffi_call
+from jax_grouped_gemm.compat import jax_arrays, strided, torch_tensors
 from jax_grouped_gemm.compat.dtypes import dtype_name
 
 MARGIN_VARIABLE = "CUDNNFE_CLUSTER_OVERLAP_MARGIN"
@@ -25,10 +25,10 @@ class Request(NamedTuple):
     margin: of the environment, in clusters, as text; None where the call says it in SMs.
     """
 
-    entry: contract.Entry
+    entry: strided.Entry
     framework: types.ModuleType
-    operands: contract.StridedOperands
-    options: contract.StridedOptions
+    operands: strided.StridedOperands
+    options: strided.StridedOptions
     margin: str | None
     types: tuple = ()  # of the options: 1 equals True, but is refused
 
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 class Plan:
     """A checked call. fixed: by name, what an object of the class keeps from its samples."""
 
-    call: contract.Call
+    call: calls.Call
     m_aligned: int
     bias_dtype: str | None
     fixed: dict[str, Any]
@@ -49,14 +49,14 @@ class Plan:
 
     def check_outputs_apart(self, addresses):
         """For outputs that the caller brought."""
-        contract.check_outputs_apart(addresses, self._bytes)
+        strided.check_outputs_apart(addresses, self._bytes)
 
     @functools.cached_property
     def _bytes(self):
-        """Of every operand, as `contract.StridedOperands`."""
+        """Of every operand, as `strided.StridedOperands`."""
         m, n, k, l = self.call.m, self.call.n, self.call.k, self.call.l
         width = {dtype: jnp.dtype(dtype).itemsize for dtype in config.D_DTYPES} | {None: 0}
-        return contract.StridedOperands(
+        return strided.StridedOperands(
             a_tensor=2 * m * k,
             padded_offsets=4 * l,
             alpha_tensor=4 * l,
@@ -69,8 +69,8 @@ class Plan:
         )
 
     def launch(self, device, stream, addresses, scratch):
-        """By address, on a stream. addresses: `contract.StridedOperands`, 0 where a tensor is absent."""
-        contract.check_addresses(addresses)
+        """By address, on a stream. addresses: `strided.StridedOperands`, 0 where a tensor is absent."""
+        strided.check_addresses(addresses)
         if self.call.m == 0:
             return  # the outputs have no elements
         self.forward(
@@ -113,15 +113,15 @@ def framework_of(operands):
     elif isinstance(operands.a_tensor, jax.Array):
         framework, expected, article = jax_arrays, jax.Array, "a JAX array"
     else:
-        raise contract.foreign_operand("a_tensor", operands.a_tensor, "a torch tensor or a JAX array")
+        raise strided.foreign_operand("a_tensor", operands.a_tensor, "a torch tensor or a JAX array")
     for name, x in zip(operands._fields, operands, strict=True):
         if x is not None and not isinstance(x, expected):
-            raise contract.foreign_operand(name, x, article)
+            raise strided.foreign_operand(name, x, article)
     return framework
 
 
 def layouts(framework, operands):
-    return contract.StridedOperands(*[None if x is None else framework.layout(x) for x in operands])
+    return strided.StridedOperands(*[None if x is None else framework.layout(x) for x in operands])
 
 
 def plan_for(request):
@@ -138,18 +138,18 @@ def plan_for(request):
 
 def _plan(request):
     entry, framework = request.entry, request.framework
-    operands = contract.StridedOperands(*[None if x is None else _named(framework, *x) for x in request.operands])
+    operands = strided.StridedOperands(*[None if x is None else _named(framework, *x) for x in request.operands])
     options = _named_options(request.options)
-    contract.check_arguments(entry, options, operands)
+    strided.check_arguments(entry, options, operands)
     if framework is jax_arrays:
-        contract.check_no_jax_strides(operands)
+        strided.check_no_jax_strides(operands)
     device = operands.a_tensor.device
     capability = None if device is None else framework.capability(device)
     # A traced program may be for another machine: it is refused only for what this one's GPUs cannot run.
     for found in ffi_call.cuda_capabilities() if device is None else (capability,):
-        contract.check_target(entry, device, found, kernels_only=framework is torch_tensors)
-    extents = contract.check_layouts(options, operands)
-    contract.check_outputs(options, operands)
+        strided.check_target(entry, device, found, kernels_only=framework is torch_tensors)
+    extents = strided.check_layouts(options, operands)
+    strided.check_outputs(options, operands)
     call = _call(request, options, operands, extents)
     arch = None if capability is None else ffi_call.architecture(capability)
     contract.check_tile(call, () if arch is None else (arch,))
@@ -173,7 +173,7 @@ _remembered = functools.lru_cache(maxsize=REMEMBERED)(_plan)
 
 
 def _named(framework, shape, strides, dtype, device):
-    return contract.Layout(tuple(shape), strides, dtype_name(dtype), framework.device_of(device))
+    return strided.Layout(tuple(shape), strides, dtype_name(dtype), framework.device_of(device))
 
 
 def _named_options(options):
@@ -199,7 +199,7 @@ def _call(request, options, operands, extents):
         cluster_shape_mn=options.cluster_shape_mn,
         overlap_margin=0 if options.overlap_margin is None else options.overlap_margin,
     )
-    arrays = contract.Operands(
+    arrays = calls.Operands(
         a=_struct((m, k), "bfloat16"),
         offsets=_struct((l,), "int32"),
         experts=None,
@@ -218,7 +218,7 @@ def _struct(shape, dtype):
 def _margin(text, arch, call):
     """The environment counts clusters; the kernels leave SMs free."""
     if not text.strip().isdecimal():
-        raise contract.wrong_margin(MARGIN_VARIABLE, text)
+        raise strided.wrong_margin(MARGIN_VARIABLE, text)
     tile = config.select_tile(arch, call.l, call.m, call.n, call.k, call.mma_tiler_mn, call.cluster_shape_mn)
     # None: this wish is compiled for the other architecture only, where a program lowered from here may run.
     return int(text) * (1 if tile is None else tile.cluster_m * tile.cluster_n)

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from jax_grouped_gemm import contract
+from jax_grouped_gemm.compat import strided
 
 
 def handle(stream):
@@ -15,4 +15,4 @@ def handle(stream):
             _version, found = stream.__cuda_stream__()
         if not isinstance(found, (bool, str, bytes, float)) and 0 <= int(found) < 2**64:
             return int(found)
-    raise contract.no_stream(stream)
+    raise strided.no_stream(stream)

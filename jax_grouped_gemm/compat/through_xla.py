@@ -9,7 +9,7 @@ from jax_grouped_gemm.api import grouped_gemm
 
 
 def forward(operands, *, call):
-    """D (M, N, 1), and C or None. operands: `contract.StridedOperands` of arrays, a_tensor (M, K, 1), prob (M, 1, 1).
+    """D (M, N, 1), and C or None. operands: `strided.StridedOperands` of arrays, a_tensor (M, K, 1), prob (M, 1, 1).
 
     b_tensor, if there, is the native array (L, N, K) or (L, K, N), and bias_tensor (L, N).
     """

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_grouped_gemm import contract
-from jax_grouped_gemm.compat import streams, through_xla, values
+from jax_grouped_gemm.compat import streams, strided, through_xla, values
 
 
 def _torch():
@@ -33,7 +32,7 @@ def capability(device):
     if device.type == "cpu":
         return None
     if device.type != "cuda":
-        raise contract.no_such_device(device)
+        raise strided.no_such_device(device)
     return "{}.{}".format(*_torch().cuda.get_device_capability(device))
 
 
@@ -49,7 +48,7 @@ def run(plan, operands, stream, by_address=True):
     if _torch().is_grad_enabled():
         for name, x in zip(operands._fields, operands, strict=True):
             if x is not None and x.requires_grad:
-                raise contract.gradient_needed(name)
+                raise strided.gradient_needed(name)
     run_on = _on_cpu if operands.a_tensor.device.type == "cpu" else _on_cuda
     return run_on(plan, operands, stream)
 
@@ -104,7 +103,7 @@ def _launch(plan, operands, handle, capturing):
 
 
 def _addresses(operands):
-    return contract.StridedOperands(*[0 if x is None else x.data_ptr() for x in operands])
+    return strided.StridedOperands(*[0 if x is None else x.data_ptr() for x in operands])
 
 
 def _brought(plan, operands, addresses):
@@ -154,7 +153,7 @@ def _on_cpu(plan, operands, stream):
         streams.handle(stream)  # nothing here runs on one, but it has to be one
     _check_values(plan, operands, _view)
     addresses = _addresses(operands if plan.call.c_dtype else operands._replace(c_tensor=None))
-    contract.check_addresses(addresses)  # as on a GPU
+    strided.check_addresses(addresses)  # as on a GPU
     _brought(plan, operands, addresses)
     device, call = operands.a_tensor.device, plan.call
     results = through_xla.forward(_native(operands, call), call=call)
@@ -179,7 +178,7 @@ def _native(operands, call):
     if "b_ptrs" in views:
         views["b_ptrs"] = views["b_ptrs"].view(np.uint8)  # without x64, JAX would truncate int64
     cpu = jax.devices("cpu")[0]
-    return contract.StridedOperands(**dict.fromkeys(operands._fields) | jax.device_put(views, cpu))
+    return strided.StridedOperands(**dict.fromkeys(operands._fields) | jax.device_put(views, cpu))
 
 
 def _view(tensor):

@@ -5,7 +5,7 @@ import weakref
 
 import numpy as np
 
-from jax_grouped_gemm import contract
+from jax_grouped_gemm.compat import strided
 
 # id of a tensor -> (weak reference to it, its version, what its values were checked for). An entry goes with its tensor.
 _checked: dict[int, tuple] = {}
@@ -18,13 +18,13 @@ def check_offsets(plan, tensor, version, read):
     """
     checked_for = (plan.call.m, plan.m_aligned)
     if not _seen(tensor, version, checked_for) and (found := read(tensor)) is not None:
-        contract.check_padded_offsets(found, *checked_for)
+        strided.check_padded_offsets(found, *checked_for)
         _remember(tensor, version, checked_for)
 
 
 def check_pointers(tensor, version, read):
     if not _seen(tensor, version, "pointers") and (found := read(tensor)) is not None:
-        contract.check_pointers(np.ascontiguousarray(found).view(np.int64))
+        strided.check_pointers(np.ascontiguousarray(found).view(np.int64))
         _remember(tensor, version, "pointers")
 
 

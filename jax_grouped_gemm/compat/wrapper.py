@@ -1,8 +1,8 @@
 """The document's wrapper: one call, outputs allocated or given."""
 
 from jax_grouped_gemm.compat import plan
+from jax_grouped_gemm.compat.strided import Entry, StridedOperands, StridedOptions
 from jax_grouped_gemm.compat.tuple_dict import TupleDict
-from jax_grouped_gemm.contract import Entry, StridedOperands, StridedOptions
 
 SM100 = Entry("grouped_gemm_wrapper_sm100", sm100=True, instead="grouped_gemm_wrapper")
 NEUTRAL = Entry("grouped_gemm_wrapper", sm100=False, instead="grouped_gemm")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_grouped_gemm import api, contract, ragged
-from jax_grouped_gemm.nn import permutation, routing
+from jax_grouped_gemm.nn import checks, permutation, routing
 
 # Dense's initialiser for each expert: the expert axis counts as no part of the fan-in.
 default_kernel_init = jax.nn.initializers.lecun_normal(batch_axis=(0,))
@@ -39,7 +39,7 @@ def grouped_dense(rows, kernel, bias, group_sizes, prob=None, *, dtype=None, pre
     Raises:
       ValueError: shapes.
     """
-    contract.check_grouped_dense(rows, kernel, bias, group_sizes, prob)
+    checks.check_grouped_dense(rows, kernel, bias, group_sizes, prob)
     rows, kernel, bias = _promote(dtype, rows, kernel, bias)
     if bias is not None and prob is not None:
         # A factor of grouped_gemm is one of the bias alone; the product is linear in its rows.
@@ -85,7 +85,7 @@ def moe_mlp(
     Returns:
       (..., D) of the dtype of `down`, and the `RouterLosses`.
     """
-    contract.check_tokens(inputs, mask)
+    checks.check_tokens(inputs, mask)
     tokens = inputs.reshape(-1, inputs.shape[-1])
     if mask is not None:
         mask = mask.reshape(-1)

@@ -3,15 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from jax_grouped_gemm import contract
-from jax_grouped_gemm.nn import functional
+from jax_grouped_gemm.nn import checks, functional
 
 try:
     from flax import nnx
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
-    raise contract.no_flax(__name__) from None
+    raise checks.no_flax(__name__) from None
 
 
 class GroupedDense(nnx.Module):

@@ -6,7 +6,6 @@ differentiable in both modes and to any order.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,8 @@ from jax._src.dispatch import apply_primitive
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_grouped_gemm import contract
+from jax_grouped_gemm import meshes
+from jax_grouped_gemm.nn import checks
 
 spread_p = Primitive("spread_rows")
 gather_sum_p = Primitive("gather_sum_rows")
@@ -26,18 +26,18 @@ def argsort(x):
     Not jnp.argsort: in a shard_map that checks varying axes, JAX 0.10 takes its result for one that is the same on all devices,
     and a gradient is then made with the first device's.
     """
-    keys, index = _varying_alike(x, jax.lax.iota(jnp.int32, x.size))
+    keys, index = meshes.alike([x, jax.lax.iota(jnp.int32, x.size)])
     return jax.lax.sort([keys, index], num_keys=1, is_stable=True)[1]
 
 
 def spread(x, order, inverse, k):
     """k copies of each row of x (T, D), permuted: row i of the result (T * k, D) is x[order[i] // k]."""
-    return spread_p.bind(*_varying_alike(x, order, inverse), k=k)
+    return spread_p.bind(*meshes.alike([x, order, inverse]), k=k)
 
 
 def gather_sum(rows, order, inverse, k):
     """Its transpose: row t of the result (T, D) is the sum of rows[inverse[t * k + s]] over s < k, in float32."""
-    return gather_sum_p.bind(*_varying_alike(rows, order, inverse), k=k)
+    return gather_sum_p.bind(*meshes.alike([rows, order, inverse]), k=k)
 
 
 def _spread(x, order, inverse, *, k):
@@ -67,27 +67,9 @@ def _gather_sum_aval(rows, order, inverse, *, k):
 
 
 def _aval(x, rows):
-    mesh = getattr(getattr(x, "sharding", None), "mesh", None)
-    if jax.sharding.AxisType.Explicit in (getattr(mesh, "axis_types", None) or ()):
-        raise contract.no_explicit_rows()
+    if meshes.has_explicit(x.sharding):
+        raise checks.no_explicit_rows()
     return x.update(shape=(rows, x.shape[1]), weak_type=False)
-
-
-def _varying_alike(*operands):
-    """Where a shard_map tracks what varies over which mesh axes, the operands as varying over the same."""
-    axes = [_axes(jax.typeof(x)) for x in operands]
-    union = frozenset().union(*axes)
-    return [x if own == union else _vary(x, tuple(union - own)) for x, own in zip(operands, axes, strict=True)]
-
-
-def _axes(aval):
-    manual = getattr(aval, "manual_axis_type", None)  # since JAX 0.10; before, `vma`
-    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
-
-
-def _vary(x, axes):
-    lax: Any = jax.lax  # whose pvary became pcast
-    return lax.pcast(x, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(x, axes)
 
 
 def _define(primitive, transpose, function, aval):

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped_gemm import contract
-from jax_grouped_gemm.nn import permutation
+from jax_grouped_gemm.nn import checks, permutation
 
 
 class Routing(NamedTuple):
@@ -44,8 +43,8 @@ def top_k_route(logits, k, *, normalize=True, mask=None):
     Raises:
       ValueError: shapes or dtypes of `logits` and `mask`, or k.
     """
-    contract.check_logits(logits, mask)
-    contract.check_top_k(k, logits.shape[1])
+    checks.check_logits(logits, mask)
+    checks.check_top_k(k, logits.shape[1])
     num_experts = logits.shape[1]
     probs = jax.nn.softmax(_of_tokens(mask, logits.astype(jnp.float32)))
     _, expert = jax.lax.top_k(jax.lax.stop_gradient(probs), k)
@@ -78,7 +77,7 @@ def dispatch(x, routing):
 
     It is linear in x, and the transpose of `combine`, which its gradient is. Differentiable in both modes and to any order.
     """
-    contract.check_rows("x", x, routing.expert.shape[0], "T", "the tokens that were routed")
+    checks.check_rows("x", x, routing.expert.shape[0], "T", "the tokens that were routed")
     return permutation.spread(_of_tokens(routing.mask, x), routing.order, routing.inverse, routing.expert.shape[1])
 
 
@@ -97,7 +96,7 @@ def combine(rows, routing):
     Raises:
       ValueError: another number of rows.
     """
-    contract.check_rows("rows", rows, routing.order.shape[0], "T * k", "a row for every token and slot")
+    checks.check_rows("rows", rows, routing.order.shape[0], "T * k", "a row for every token and slot")
     return _of_tokens(
         routing.mask, permutation.gather_sum(rows, routing.order, routing.inverse, routing.expert.shape[1])
     )
@@ -123,7 +122,7 @@ def load_balancing_loss(logits, routing):
     Returns:
       () float32; 0 if there are no tokens.
     """
-    contract.check_logits(logits, routing.mask)
+    checks.check_logits(logits, routing.mask)
     probs = jax.nn.softmax(_of_tokens(routing.mask, logits.astype(jnp.float32)))
     pairs = routing.group_sizes.sum()
     fraction = routing.group_sizes.astype(jnp.float32) / jnp.maximum(pairs, 1).astype(jnp.float32)
@@ -142,7 +141,7 @@ def router_z_loss(logits, *, mask=None):
     Returns:
       () float32; 0 if there are no tokens.
     """
-    contract.check_logits(logits, mask)
+    checks.check_logits(logits, mask)
     return _mean(mask, jnp.square(jax.nn.logsumexp(_of_tokens(mask, logits.astype(jnp.float32)), axis=1)))
 
 

@@ -3,34 +3,18 @@
 Inputs of the sweep are small integers, so that the right result is one, bit for bit.
 """
 
-import dataclasses
 import zlib
 
 import device
 import numpy as np
 import oracle
 import wgrad
+from problem import Problem
 
 BIASES = (None, "float32", "bfloat16", "float16")
 DTYPES_16 = ("bfloat16", "float16")
 # In which order things happen: see model/machine.h. A warp that is starved runs only when no other can.
 POLICIES = ("eager", "lazy", "hold_loads", "hold_stores", "hold_matrix")
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """ends: of the groups, in rows, as the caller gives them. experts: of the groups; None: one each, in order.
-    clusters: that the device runs at once.
-    """
-
-    name: str
-    ends: tuple
-    m: int
-    n: int
-    k: int
-    clusters: int = 1
-    dynamic: bool = False
-    experts: tuple | None = None
 
 
 def problems(variant):

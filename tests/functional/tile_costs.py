@@ -8,7 +8,7 @@ import sys
 import device
 import numpy as np
 import sweep
-import wgrad
+from problem import Problem
 
 from jax_grouped_gemm import config
 
@@ -24,9 +24,9 @@ def measure(variant):
     """{what: number per tile of one CTA}"""
     tile = variant.tile
     if device.is_wgrad(variant):
-        problem = wgrad.Problem("statistics", (K,), K, ROWS, tile.n)
+        problem = Problem("statistics", (K,), K, ROWS, tile.n)
     else:
-        problem = sweep.Problem("statistics", (ROWS,), ROWS, tile.n, K)
+        problem = Problem("statistics", (ROWS,), ROWS, tile.n, K)
     case = sweep.make_case(variant, problem, 0)
     device.register_with_prologues(variant)
     device.statistics()

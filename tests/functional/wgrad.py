@@ -1,25 +1,8 @@
 """Weight gradients: problems that reach every statement of a kernel, and their results."""
 
-import dataclasses
-
 import numpy as np
 import oracle
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """ends: of the groups, in rows, as the caller gives them. experts: of the groups; None: one each, in order. n, k: of a result.
-    clusters: that the device runs at once.
-    """
-
-    name: str
-    ends: tuple
-    m: int
-    n: int
-    k: int
-    clusters: int = 1
-    dynamic: bool = False
-    experts: tuple | None = None
+from problem import Problem
 
 
 def problems(tile):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import oracle
 
-from jax_grouped_gemm import config, contract, ffi_call, grouped_gemm, wgrad_call
+from jax_grouped_gemm import calls, config, ffi_call, grouped_gemm, wgrad_call
 
 OFFSETS = [100, 100, 257, 290], [-3, 500, 20, 2**31 - 1], [0, 0, 0, 0]
 M, N, K = 301, 264, 136
@@ -62,7 +62,7 @@ def of_groups_with_experts(rng, arch):
         experts = (2, 0, 2, -1, 1, 7, 0)
         feature = {} if count % 2 else {"bias": "float32", "generate_c": True, "c_dtype": "float32"}
         case = oracle.make_case(rng, 7, M, N, K, experts=experts, **feature)
-        call = contract.Call(
+        call = calls.Call(
             m=M, n=N, k=K, l=len(case.b), b_major="k", weights=weights, d_dtype="bfloat16", has_alpha=True,
             has_prob=True, has_bias=case.bias is not None, c_dtype=case.c_dtype, dynamic=count // 2 % 2 == 1,
             mapped_groups=7, implementation="cutedsl", **named(tile),
@@ -70,7 +70,7 @@ def of_groups_with_experts(rng, arch):
         matrices = tuple(jax.device_put(np.ascontiguousarray(b)) for b in case.b)
         addresses = np.array([w.unsafe_buffer_pointer() for w in matrices], np.int64)
         b = {"dense": (case.b,), "tuple": matrices, "pointers": (addresses.view(np.uint8),)}[weights]
-        operands = contract.Operands(case.a, case.offsets, case.experts, case.alpha, case.prob, case.bias, b)
+        operands = calls.Operands(case.a, case.offsets, case.experts, case.alpha, case.prob, case.bias, b)
         outputs = run(ffi_call.grouped_gemm, call, operands)
         oracle.check(tuple(outputs) if case.generate_c else outputs[0], case)
     return count + 1
@@ -88,12 +88,12 @@ def wgrad(rng, arch):
             rng, groups, M, N, K, offsets=offsets, alpha=count % 4 < 2, d_dtype=d_dtype, accumulate=accumulate,
             experts=experts,
         )  # fmt: skip
-        call = contract.WgradCall(
+        call = calls.WgradCall(
             m=M, n=N, k=K, l=case.l, d_dtype=d_dtype, has_alpha=case.alpha is not None, accumulate=accumulate,
             dynamic=count // 3 % 2 == 1, mapped_groups=groups if mapped else None, implementation="cutedsl",
             **named(tile),
         )  # fmt: skip
-        operands = contract.WgradOperands(case.x, case.y, case.offsets, case.experts, case.alpha, case.total)
+        operands = calls.WgradOperands(case.x, case.y, case.offsets, case.experts, case.alpha, case.total)
         oracle.wgrad_check(run(wgrad_call.grouped_wgrad, call, operands), case)
         count += 1
     return count

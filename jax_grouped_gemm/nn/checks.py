@@ -1,0 +1,64 @@
+"""What a legal call of the layers is, beside what `contract` says, and their error texts."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_grouped_gemm import contract
+
+
+def check_logits(logits, mask):
+    contract.check_rank("logits", logits, 2, "(T, E)")
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"logits must be floating; got {logits.dtype}; cast it, e.g. logits.astype(jnp.float32)")
+    if mask is not None:
+        contract.check_vector("mask", mask, "bool", logits.shape[0], "T", "one bool per token, False for padding")
+
+
+def check_top_k(k, num_experts):
+    if not contract.is_positive(k) or k > num_experts:
+        raise ValueError(f"k must be an integer from 1 to E = {num_experts}; got {k!r}; pass the experts per token")
+
+
+def check_rows(name, array, rows, symbol, meaning):
+    if array.ndim != 2 or array.shape[0] != rows:
+        raise ValueError(f"{name} must be ({symbol}, D) with {symbol} = {rows}; got {array.shape}; pass {meaning}")
+
+
+def check_grouped_dense(rows, kernel, bias, group_sizes, prob):
+    contract.check_rank("rows", rows, 2, "(M, in)")
+    if kernel.ndim != 3 or kernel.shape[1] != rows.shape[1]:
+        raise ValueError(
+            f"kernel must be (E, in, features) with in = rows.shape[1] = {rows.shape[1]}; got {kernel.shape}; "
+            "pass rows of the width that it was made for"
+        )
+    if bias is not None and bias.shape != kernel.shape[::2]:
+        raise ValueError(
+            f"bias must be (E, features) = {kernel.shape[::2]}; got {bias.shape}; pass one row of features per expert"
+        )
+    if np.shape(group_sizes) != kernel.shape[:1]:
+        raise ValueError(
+            f"group_sizes must be (E,) = {kernel.shape[:1]}; got {np.shape(group_sizes)}; pass the rows of each expert"
+        )
+    if prob is not None:
+        contract.check_vector("prob", prob, "float32", rows.shape[0], "M", "one factor per row")
+
+
+def check_tokens(inputs, mask):
+    if inputs.ndim < 1:
+        raise ValueError("inputs must be (..., D); got (); pass a vector for each token")
+    if mask is not None and (mask.shape != inputs.shape[:-1] or mask.dtype != bool):
+        raise ValueError(
+            f"mask must be bool {inputs.shape[:-1]}, inputs.shape without D; got {mask.dtype} {mask.shape}; "
+            "pass one bool per token, False for padding"
+        )
+
+
+def no_flax(module):
+    return ImportError(f"{module} needs flax; got none; install it, e.g. pip install 'jax-grouped-gemm[flax]'")
+
+
+def no_explicit_rows():
+    return NotImplementedError(
+        "dispatch and combine have no rule for operands on a mesh with explicit axes; call them on each device's part "
+        "inside jax.shard_map, or make the mesh with axis_types=(jax.sharding.AxisType.Auto,)"
+    )
