@@ -79,8 +79,8 @@ def check_call(options, weights, operands):
     d_dtype, c_dtype = _output_dtypes(options, a.dtype)
     l, n = _weights(options, weights, b, k)
     _limits(M=m, N=n, K=k, L=l)
-    _alignment("K", "a.shape[1]", k)
-    _alignment("N", "the output columns", n)
+    check_alignment("K", "a.shape[1]", k)
+    check_alignment("N", "the output columns", n)
     what = "end" if options.groups == "offsets" else "size"
     check_vector(options.groups, offsets, "int32", l, "L", f"one {what} per expert of the weights")
     if alpha is not None:
@@ -109,7 +109,7 @@ def _of_kernels(options):
     """What only makes a difference to how the kernels run."""
     return {
         "implementation": options.implementation,
-        "dynamic": _flag("use_dynamic_sched", options.use_dynamic_sched),
+        "dynamic": check_flag("use_dynamic_sched", options.use_dynamic_sched),
         "mma_tiler_mn": _pair("mma_tiler_mn", options.mma_tiler_mn),
         "cluster_shape_mn": _pair("cluster_shape_mn", options.cluster_shape_mn),
         "overlap_margin": _overlap_margin(options.overlap_margin),
@@ -133,8 +133,8 @@ def check_wgrad_call(options, operands):
     check_dtype(options.groups, offsets, "int32")
     (l,) = offsets.shape
     _limits(M=m, N=n, K=k, L=l)
-    _alignment("N", "x.shape[1]", n)
-    _alignment("K", "y.shape[1]", k)
+    check_alignment("N", "x.shape[1]", n)
+    check_alignment("K", "y.shape[1]", k)
     if alpha is not None:
         check_vector("alpha", alpha, "float32", l, "L", "one factor per group")
     n, k = (n, k) if options.d_major == "k" else (k, n)
@@ -251,7 +251,7 @@ def _given_n(options, reason):
 def _output_dtypes(options, default):
     """Of D, and of C or None."""
     d_dtype = _output_dtype("d_dtype", options.d_dtype, default)
-    if _flag("generate_c", options.generate_c):
+    if check_flag("generate_c", options.generate_c):
         return d_dtype, _output_dtype("c_dtype", options.c_dtype, default)
     if options.c_dtype is not None:
         raise ValueError(
@@ -269,7 +269,7 @@ def _output_dtype(name, dtype, default):
     return found
 
 
-def _flag(name, value):
+def check_flag(name, value):
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name} must be True or False; got {value!r}; it is static, a choice of the kernel")
     return bool(value)
@@ -339,7 +339,7 @@ def _limits(**extents):
             raise ValueError(f"{name} must be less than 2^31 - 2^10; got {size}; split the call")
 
 
-def _alignment(name, what, size):
+def check_alignment(name, what, size):
     if size % ALIGNMENT:
         padded = -(-size // ALIGNMENT) * ALIGNMENT
         raise ValueError(

@@ -4,7 +4,7 @@ import ctypes
 import functools
 import struct
 
-from jax_grouped_gemm import contract, ffi_call, library
+from jax_grouped_gemm import contract, ffi_call, library, wgrad_call
 
 
 class LibraryCall(ctypes.Structure):
@@ -20,31 +20,36 @@ class LibraryCall(ctypes.Structure):
     )  # fmt: skip
 
 
-_ADDRESSES = struct.Struct("12Q")  # from `a` to the end
+class LibraryWgradCall(ctypes.Structure):
+    """jgg_wgrad_call of ffi/c_api.h."""
+
+    _fields_ = (
+        [("struct_size", ctypes.c_int64)]
+        + [(name, ctypes.c_char_p) for name in ("sm90", "sm100", "d_dtype")]
+        + [(name, ctypes.c_int64) for name in ("m", "n", "k", "l", "groups", "dynamic", "accumulate", "overlap_margin")]
+        + [(name, ctypes.c_uint64) for name in ("x", "y", "offsets", "experts", "alpha", "d", "scratch", "stream")]
+    )  # fmt: skip
 
 
-class Forward:
-    """Launches one `calls.Call` again and again: all but the addresses is prepared once.
+class _Launcher:
+    """Launches one call again and again: all but the addresses is prepared once.
 
     Whoever calls it keeps every buffer alive until the stream is past the call, and has checked the operands: the
     library checks only that it stays in bounds.
     """
 
-    def __init__(self, call, bias_dtype=None):
+    def __init__(self, function, structure, kernel_name, call):
         why = library.registered()
         if why is not None:
             raise contract.no_library(why)
         self.scratch_bytes = call.scratch_bytes
+        self._function = function
         # Copies of a struct share its pointers but do not keep their targets alive: this one does.
-        self._template = LibraryCall(
-            struct_size=ctypes.sizeof(LibraryCall),
-            sm90=ffi_call.kernel_name(90, call).encode(),
-            sm100=ffi_call.kernel_name(100, call).encode(),
-            weights=call.weights.encode(),
-            b_major=call.b_major.encode(),
+        self._template = structure(
+            struct_size=ctypes.sizeof(structure),
+            sm90=kernel_name(90, call).encode(),
+            sm100=kernel_name(100, call).encode(),
             d_dtype=call.d_dtype.encode(),
-            c_dtype=_encoded(call.c_dtype),
-            bias_dtype=_encoded(bias_dtype),
             m=call.m,
             n=call.n,
             k=call.k,
@@ -53,6 +58,34 @@ class Forward:
             dynamic=call.dynamic,
             overlap_margin=call.overlap_margin,
         )
+
+    def load(self, device, stream=0):
+        """Loads the kernels, which a call does at its first use; a stream capture allows no loading."""
+        call = self._copy()
+        call.n, call.stream = 0, stream  # no columns: nothing is launched
+        self._launch(device, call)
+
+    def _copy(self):
+        return type(self._template).from_buffer_copy(self._template)
+
+    def _launch(self, device, call):
+        with PrimaryContext(device):
+            error = getattr(_library(), self._function)(ctypes.byref(call))
+        if error is not None:
+            raise RuntimeError(error.decode())
+
+
+class Forward(_Launcher):
+    """Of a `calls.Call`."""
+
+    _addresses = struct.Struct("12Q")  # from `a` to the end
+
+    def __init__(self, call, bias_dtype=None):
+        super().__init__("jgg_forward", LibraryCall, ffi_call.kernel_name, call)
+        self._template.weights = call.weights.encode()
+        self._template.b_major = call.b_major.encode()
+        self._template.c_dtype = _encoded(call.c_dtype)
+        self._template.bias_dtype = _encoded(bias_dtype)
 
     def __call__(
         self, device, stream, *, a, offsets, d, b=0, alpha=0, prob=0, bias=0, c=0, scratch=0, weight_addresses=None
@@ -64,28 +97,32 @@ class Forward:
         Raises:
           RuntimeError: what the library, or the driver, refuses.
         """
-        call = LibraryCall.from_buffer_copy(self._template)
+        call = self._copy()
         table, weights = 0, None
         if weight_addresses is not None:
             weights = (ctypes.c_uint64 * len(weight_addresses))(*weight_addresses)
             table = ctypes.addressof(weights)
         # All at once: an assignment to each field costs more than the call.
-        _ADDRESSES.pack_into(
+        self._addresses.pack_into(
             call, LibraryCall.a.offset, a, offsets, 0, alpha, prob, bias, b, table, d, c, scratch, stream
         )
         self._launch(device, call)
 
-    def load(self, device, stream=0):
-        """Loads the kernels, which a call does at its first use; a stream capture allows no loading."""
-        call = LibraryCall.from_buffer_copy(self._template)
-        call.m, call.stream = 0, stream  # no rows: nothing is launched
-        self._launch(device, call)
 
-    def _launch(self, device, call):
-        with PrimaryContext(device):
-            error = _library().jgg_forward(ctypes.byref(call))
-        if error is not None:
-            raise RuntimeError(error.decode())
+class Wgrad(_Launcher):
+    """Of a `calls.WgradCall`."""
+
+    _addresses = struct.Struct("8Q")  # from `x` to the end
+
+    def __init__(self, call):
+        super().__init__("jgg_wgrad", LibraryWgradCall, wgrad_call.kernel_name, call)
+        self._template.accumulate = call.accumulate
+
+    def __call__(self, device, stream, *, x, y, offsets, d, alpha=0, scratch=0):
+        """As that of `Forward`, with the addresses of jgg_wgrad_call."""
+        call = self._copy()
+        self._addresses.pack_into(call, LibraryWgradCall.x.offset, x, y, offsets, 0, alpha, d, scratch, stream)
+        self._launch(device, call)
 
 
 def _encoded(text):
@@ -95,8 +132,9 @@ def _encoded(text):
 @functools.cache
 def _library():
     loaded = library.load()
-    loaded.jgg_forward.argtypes = [ctypes.POINTER(LibraryCall)]
-    loaded.jgg_forward.restype = ctypes.c_char_p
+    for function, structure in ((loaded.jgg_forward, LibraryCall), (loaded.jgg_wgrad, LibraryWgradCall)):
+        function.argtypes = [ctypes.POINTER(structure)]
+        function.restype = ctypes.c_char_p
     return loaded
 
 

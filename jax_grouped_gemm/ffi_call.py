@@ -163,7 +163,7 @@ def attributes(call):
 
 def kernel_name(arch, call):
     """The forward kernel for an architecture; "" where the call's tile is compiled for another one only."""
-    tile = config.select_tile(arch, call.groups, call.m, call.n, call.k, call.mma_tiler_mn, call.cluster_shape_mn)
+    tile = tile_of(arch, call)
     if tile is None:
         return ""
     weights = "dense" if call.weights == "dense" else "pointers"
@@ -171,6 +171,10 @@ def kernel_name(arch, call):
         scaled=call.has_alpha or call.has_prob, bias=call.has_bias, d_dtype=call.d_dtype, c_dtype=call.c_dtype
     )
     return config.Variant(arch, tile, call.b_major, weights, d_dtype, epilogue).name
+
+
+def tile_of(arch, call):
+    return config.select_tile(arch, call.groups, call.m, call.n, call.k, call.mma_tiler_mn, call.cluster_shape_mn)
 
 
 def register(primitive, implementation, rule=None):

@@ -54,8 +54,12 @@ def attributes(call):
 
 def kernel_name(arch, call):
     """The wgrad kernel for an architecture; "" where the call's tile is compiled for another one only."""
-    tile = config.select_wgrad_tile(arch, call.n, call.k, call.mma_tiler_mn, call.cluster_shape_mn)
+    tile = tile_of(arch, call)
     return "" if tile is None else config.WgradVariant(arch, tile, call.d_dtype, call.accumulate).name
+
+
+def tile_of(arch, call):
+    return config.select_wgrad_tile(arch, call.n, call.k, call.mma_tiler_mn, call.cluster_shape_mn)
 
 
 ffi_call.register(grouped_wgrad_p, _implementation, partitioning.Wgrad)

@@ -1,5 +1,6 @@
 """Problems in the document's layouts, made of `oracle.Case`s. torch is imported by whoever asks for its tensors."""
 
+import contextlib
 import pathlib
 import subprocess
 import sys
@@ -60,6 +61,18 @@ def torch_arguments(case, device="cpu", discrete=False):
     return arguments | {"b_ptrs": addresses, "n": columns(case), "b_dtype": torch.bfloat16}, experts
 
 
+def torch_wgrad_arguments(case, device="cpu", a_major="m", b_major="n"):
+    """Keyword arguments of the wrapper for weight gradients. *_major: the contiguous dimension, k is that of the tokens."""
+    x, y = (to_torch(operand, device) for operand in (case.x, case.y))
+    return {
+        "a_tensor": x.t() if a_major == "m" else x.t().contiguous(),
+        "b_tensor": y if b_major == "n" else y.t().contiguous().t(),
+        "sfa_tensor": None,
+        "sfb_tensor": None,
+        "offsets_tensor": to_torch(case.offsets, device),
+    }
+
+
 def jax_arguments(case):
     """The same for JAX, where the weights come by address."""
     experts = jax.block_until_ready([jnp.asarray(w) for w in case.b])
@@ -113,3 +126,27 @@ def fake_forward(launches):
             launches.append("load")
 
     return Forward
+
+
+class FakeCuda:
+    """What `torch_tensors` uses of torch.cuda, on CPU tensors."""
+
+    def __init__(self, launches):
+        self.launches = launches
+        self.recorded: list = []
+        self.capturing = False
+        self.current = types.SimpleNamespace(cuda_stream=40)
+        self.entered = []
+
+    def current_device(self):
+        return None  # a CPU tensor's index
+
+    def is_current_stream_capturing(self):
+        return self.capturing
+
+    def ExternalStream(self, handle, device):
+        return types.SimpleNamespace(cuda_stream=handle)
+
+    def stream(self, stream):
+        self.entered.append(stream.cuda_stream)
+        return contextlib.nullcontext()

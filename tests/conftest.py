@@ -1,3 +1,6 @@
+import functools
+import types
+
 import compat_problems
 import hypothesis
 import jax
@@ -5,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_grouped_gemm import direct
-from jax_grouped_gemm.compat import plan, strided
+from jax_grouped_gemm.compat import plan, strided, torch_tensors
 
 # Compiling a new shape takes longer than hypothesis expects of one example.
 hypothesis.settings.register_profile("jax", deadline=None, max_examples=25, derandomize=True)
@@ -74,6 +77,29 @@ def fake_launches(fresh_plans, monkeypatch):
     monkeypatch.setattr(direct, "Forward", compat_problems.fake_forward(launches))
     monkeypatch.setattr(direct, "capturing", lambda device, stream: False)
     return launches
+
+
+@pytest.fixture
+def cuda(monkeypatch, fake_launches):
+    """torch's CUDA on CPU tensors."""
+    torch = pytest.importorskip("torch")
+    fake = compat_problems.FakeCuda(fake_launches)
+    stand_in = types.SimpleNamespace(cuda=fake)
+    stand_in.is_grad_enabled = torch.is_grad_enabled
+    stand_in._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda index: fake.current.cuda_stream)
+    torch_tensors._stream.cache_clear()
+    for name in ("bfloat16", "float16", "float32", "uint8", "int64", "empty", "empty_strided"):
+        setattr(stand_in, name, getattr(torch, name))
+    monkeypatch.setattr(torch_tensors, "_torch", lambda: stand_in)
+    monkeypatch.setattr(torch_tensors, "capability", lambda device: "9.0")
+    for on_cpu, launch in (("_on_cpu", torch_tensors._launch), ("_wgrad_on_cpu", torch_tensors._launch_wgrad)):
+        monkeypatch.setattr(torch_tensors, on_cpu, functools.partial(torch_tensors._on_cuda, launch))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "record_stream",
+        lambda tensor, stream: fake.recorded.append((tensor.data_ptr(), stream.cuda_stream)),
+    )
+    return fake
 
 
 @pytest.fixture

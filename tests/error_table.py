@@ -61,6 +61,31 @@ def jax_call(**changes):
     return package.grouped_gemm_wrapper(**jax_arguments() | changes)
 
 
+def wgrad(name="grouped_gemm_wgrad_wrapper", **changes):
+    """A legal call for weight gradients: (K, M) by (M, N), of which M are tokens."""
+    arguments = {
+        "a_tensor": zeros(M, K).t(),
+        "b_tensor": zeros(M, N),
+        "sfa_tensor": None,
+        "sfb_tensor": None,
+        "offsets_tensor": int32(256, 512),
+    }
+    return getattr(package, name)(**arguments | changes)
+
+
+def wgrad_sm100(**changes):
+    return wgrad("grouped_gemm_wgrad_wrapper_sm100", **changes)
+
+
+def wgrad_of_jax(**changes):
+    arguments = {
+        "a_tensor": jnp.zeros((K, M), jnp.bfloat16),
+        "b_tensor": jnp.zeros((M, N), jnp.bfloat16),
+        "offsets_tensor": jnp.array([256, 512], jnp.int32),
+    }
+    return wgrad(**arguments | changes)
+
+
 def samples():
     t = tensors()
     return {
@@ -264,6 +289,38 @@ ROWS = {
         ),
         "bias, of which there was no sample": lambda: execute(operation(), bias_tensor=zeros(L, N).t()),
         "the other kind of weights": lambda: execute(operation(), b_tensor=None, b_ptrs=torch.zeros(L).long()),
+    },
+    "weight gradients": {
+        "no offsets": lambda: wgrad(offsets_tensor=None),
+        "a shape": lambda: wgrad(a_tensor=zeros(K, M, 1)),
+        "a strides": lambda: wgrad(a_tensor=zeros(M, 2 * K)[:, :K].t()),
+        "a dtype": lambda: wgrad(a_tensor=zeros(M, K, dtype=torch.float32).t()),
+        "b tokens": lambda: wgrad(b_tensor=zeros(M // 2, N)),
+        "b strides": lambda: wgrad(b_tensor=zeros(M, 2 * N)[:, ::2]),
+        "M not a multiple of 8": lambda: wgrad(a_tensor=zeros(M, 12).t()),
+        "N not a multiple of 8": lambda: wgrad(b_tensor=zeros(M, 12)),
+        "offsets dtype": lambda: wgrad(offsets_tensor=torch.tensor([256, 512])),
+        "no experts": lambda: wgrad(offsets_tensor=int32()),
+        "offsets decrease": lambda: wgrad(offsets_tensor=int32(512, 256)),
+        "offsets past T": lambda: wgrad(offsets_tensor=int32(256, 768)),
+        "offsets not aligned, an _sm100 name": on_a_gpu("10.0", lambda: wgrad_sm100(offsets_tensor=int32(256, 300))),
+        "tokens not aligned, an _sm100 name": on_a_gpu(
+            "10.0", lambda: wgrad_sm100(a_tensor=zeros(K, 300), b_tensor=zeros(300, N))
+        ),
+        "wgrad shape": lambda: wgrad(wgrad_tensor=zeros(L, N, K)),
+        "wgrad strides": lambda: wgrad(wgrad_tensor=zeros(L, N, K).transpose(1, 2)),
+        "wgrad_dtype": lambda: wgrad(wgrad_dtype=torch.float16),
+        "adding to bfloat16": lambda: wgrad(wgrad_tensor=zeros(L, K, N), accumulate_on_output=True),
+        "accumulate_on_output": lambda: wgrad(accumulate_on_output=1),
+        "scales": lambda: wgrad(sfa_tensor=zeros(8)),
+        "sf_vec_size": lambda: wgrad(sf_vec_size=32),
+        "outputs by address": lambda: wgrad(output_mode="discrete"),
+        "acc_dtype": lambda: wgrad(acc_dtype="float16"),
+        "input_order": lambda: wgrad(input_order="tensor_ragged"),
+        "tile": lambda: wgrad(mma_tiler_mn=(64, 64)),
+        "an output of JAX's": lambda: wgrad_of_jax(wgrad_tensor=jnp.zeros((L, K, N), jnp.bfloat16)),
+        "adding to an output of JAX's": lambda: wgrad_of_jax(accumulate_on_output=True),
+        "an older GPU": on_a_gpu("9.0", lambda: wgrad_sm100()),
     },
     "the machine": {
         "an _sm100 name on an older GPU": on_a_gpu("9.0", lambda: call("grouped_gemm_wrapper_sm100")),

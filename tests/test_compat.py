@@ -18,7 +18,15 @@ import oracle
 import pytest
 
 import jax_grouped_gemm as package
-from jax_grouped_gemm import TupleDict, calls, direct, ffi_call, grouped_gemm_jax_sm100, grouped_gemm_wrapper
+from jax_grouped_gemm import (
+    TupleDict,
+    calls,
+    direct,
+    ffi_call,
+    grouped_gemm_jax_sm100,
+    grouped_gemm_wrapper,
+    wgrad_call,
+)
 from jax_grouped_gemm.compat import jax_arrays, plan, streams, strided, values
 from jax_grouped_gemm.compat.dtypes import dtype_name
 
@@ -52,6 +60,20 @@ JAX_ENTRY = {
     "mma_tiler_mn": (256, 256), "cluster_shape_mn": None, "vector_f32": False, "generate_c": False,
     "use_dynamic_sched": False,
 }  # fmt: skip
+# As cuDNN's front-end 1.32 has them.
+WGRAD = {
+    "a_tensor": REQUIRED, "b_tensor": REQUIRED, "sfa_tensor": REQUIRED, "sfb_tensor": REQUIRED,
+    "offsets_tensor": REQUIRED, "output_mode": "dense", "wgrad_tensor": None, "wgrad_ptrs": None,
+    "global_scale_a": None, "global_scale_b": None, "acc_dtype": None, "wgrad_dtype": None,
+    "mma_tiler_mn": (256, 256), "cluster_shape_mn": None, "sf_vec_size": 16, "sf_fp8_dtype_override": None,
+    "accumulate_on_output": False, "input_order": "tensor2d", "current_stream": None, "descriptor_workspace": None,
+}  # fmt: skip
+WGRAD_JAX = {
+    "a_tensor": REQUIRED, "b_tensor": REQUIRED, "offsets_tensor": REQUIRED, "wgrad_ptrs": None,
+    "wgrad_dtype": "bfloat16", "acc_dtype": "float32", "mma_tiler_mn": (256, 256), "cluster_shape_mn": None,
+    "accumulate_on_output": False, "input_order": "tensor2d", "sfa_tensor": None, "sfb_tensor": None,
+    "global_scale_a": None, "global_scale_b": None, "sf_vec_size": 32,
+}  # fmt: skip
 NEUTRAL = {"mma_tiler_mn": None, "overlap_margin": None}
 
 
@@ -65,6 +87,9 @@ NEUTRAL = {"mma_tiler_mn": None, "overlap_margin": None}
         (package.GroupedGemmSm100.execute, {"self": REQUIRED} | EXECUTE),
         (package.GroupedGemm.execute, {"self": REQUIRED} | EXECUTE),
         (package.grouped_gemm_jax_sm100, JAX_ENTRY),
+        (package.grouped_gemm_wgrad_wrapper_sm100, WGRAD),
+        (package.grouped_gemm_wgrad_wrapper, WGRAD | NEUTRAL),
+        (package.grouped_gemm_wgrad_jax_sm100, WGRAD_JAX),
     ],
 )
 def test_parameters_and_defaults_in_order(function, expected):
@@ -427,12 +452,15 @@ def test_outputs_by_address_share_no_memory(rng, launches):
 # --- the library's struct ---------------------------------------------------------------------------------------------
 
 
-def test_struct_is_that_of_the_header():
+@pytest.mark.parametrize(
+    ("name", "structure"), [("jgg_call", direct.LibraryCall), ("jgg_wgrad_call", direct.LibraryWgradCall)]
+)
+def test_struct_is_that_of_the_header(name, structure):
     header = (ROOT / "ffi" / "c_api.h").read_text()
     body = re.sub(
         r"/\*.*?\*/",
         "",
-        re.search(r"typedef struct jgg_call \{(.*?)\} jgg_call;", header, re.DOTALL)[1],
+        re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", header, re.DOTALL)[1],
         flags=re.DOTALL,
     )
     kinds = {
@@ -444,19 +472,24 @@ def test_struct_is_that_of_the_header():
         for kind, names in re.findall(r"((?:const )?\w+ ?\*?)\s*(\w+(?:, \w+)*);", body)
         for name in names.split(",")
     ]
-    assert declared == direct.LibraryCall._fields_
+    assert declared == structure._fields_
 
 
 @pytest.fixture
 def library_calls(monkeypatch):
-    """What reaches jgg_forward; the library answers with the text under "error"."""
+    """What reaches jgg_forward and jgg_wgrad; the library answers with the text under "error"."""
     seen = {"error": None}
 
-    def forward(call):
-        seen["call"] = {name: getattr(call._obj, name) for name, _ in direct.LibraryCall._fields_}
-        return seen["error"]
+    def entry(function):
+        def answer(call):
+            seen["call"] = {name: getattr(call._obj, name) for name, _ in type(call._obj)._fields_}
+            seen["function"] = function
+            return seen["error"]
 
-    monkeypatch.setattr(direct, "_library", lambda: types.SimpleNamespace(jgg_forward=forward))
+        return answer
+
+    entries = {function: entry(function) for function in ("jgg_forward", "jgg_wgrad")}
+    monkeypatch.setattr(direct, "_library", lambda: types.SimpleNamespace(**entries))
     monkeypatch.setattr(direct, "PrimaryContext", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(direct.library, "registered", lambda: None)
     return seen
@@ -487,9 +520,33 @@ def test_fields_of_a_launch(library_calls):
     assert library_calls["call"]["bias"] == 0, "a launch leaves nothing behind for the next"
 
 
+def example_wgrad(**changes):
+    options = {"m": 512, "n": 16, "k": 32, "l": 2, "d_dtype": "float32", "has_alpha": True, "implementation": None}
+    return calls.WgradCall(**options | {"accumulate": True, "dynamic": True, "overlap_margin": 6} | changes)
+
+
+def test_fields_of_a_wgrad_launch(library_calls):
+    wgrad = direct.Wgrad(example_wgrad())
+    assert wgrad.scratch_bytes == 128
+    wgrad(0, 5, x=1, y=2, offsets=3, alpha=4, d=6, scratch=7)
+    assert library_calls["function"] == "jgg_wgrad"
+    call = library_calls["call"]
+    assert call.pop("sm90") == wgrad_call.kernel_name(90, example_wgrad()).encode()
+    assert call.pop("sm100") == wgrad_call.kernel_name(100, example_wgrad()).encode()
+    assert call == {
+        "struct_size": ctypes.sizeof(direct.LibraryWgradCall), "d_dtype": b"float32", "m": 512, "n": 16, "k": 32,
+        "l": 2, "groups": 2, "dynamic": 1, "accumulate": 1, "overlap_margin": 6, "x": 1, "y": 2, "offsets": 3,
+        "experts": 0, "alpha": 4, "d": 6, "scratch": 7, "stream": 5,
+    }  # fmt: skip
+    wgrad(0, 5, x=1, y=2, offsets=3, d=6)
+    assert library_calls["call"]["alpha"] == 0
+
+
 def test_load_launches_nothing(library_calls):
-    direct.Forward(example_call()).load(0)
-    assert library_calls["call"]["m"] == 0
+    for launcher in (direct.Forward(example_call()), direct.Wgrad(example_wgrad())):
+        launcher.load(0, stream=5)
+        assert (library_calls["call"]["n"], library_calls["call"]["stream"]) == (0, 5)
+        assert library_calls["call"]["m"] == 512
 
 
 def test_errors_of_the_library(library_calls):

@@ -160,6 +160,104 @@ def test_the_class_with_another_m(rng, discrete, dynamic):
         compat_problems.check((d, c), case)
 
 
+# --- weight gradients -------------------------------------------------------------------------------------------------
+
+
+def wgrad_problem(rng, **options):
+    return oracle.make_wgrad_case(rng, 9, 1001, 136, 72, alpha=False, **options)
+
+
+def wgrad_on_gpu(case, **layout):
+    return compat_problems.torch_wgrad_arguments(case, "cuda", **layout)
+
+
+@pytest.mark.parametrize("a_major", ["m", "k"])
+@pytest.mark.parametrize("b_major", ["n", "k"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weight_gradients(rng, a_major, b_major, dtype):
+    for _ in range(4):
+        case = wgrad_problem(rng, d_dtype=dtype)
+        arguments = wgrad_on_gpu(case, a_major=a_major, b_major=b_major)
+        result = package.grouped_gemm_wgrad_wrapper(**arguments, wgrad_dtype=getattr(torch, dtype))
+        oracle.wgrad_check(compat_problems.to_numpy(result.wgrad_tensor), case)
+
+
+def test_weight_gradients_are_added_to_an_output(rng):
+    case = wgrad_problem(rng, accumulate=True)
+    output = compat_problems.to_torch(case.total, "cuda")
+    package.grouped_gemm_wgrad_wrapper(**wgrad_on_gpu(case), wgrad_tensor=output, accumulate_on_output=True)
+    oracle.wgrad_check(compat_problems.to_numpy(output), case)
+
+
+def test_weight_gradients_overwrite_an_output(rng):
+    case = wgrad_problem(rng)
+    output = torch.full((9, 136, 72), torch.nan, dtype=torch.bfloat16, device="cuda")
+    package.grouped_gemm_wgrad_wrapper(**wgrad_on_gpu(case), wgrad_tensor=output)
+    oracle.wgrad_check(compat_problems.to_numpy(output), case)
+
+
+@pytest.mark.parametrize("a_major", ["m", "k"])
+def test_weight_gradients_on_the_given_stream(rng, a_major):
+    """The copy of an operand whose tokens are contiguous is made there too."""
+    case = wgrad_problem(rng)
+    arguments = wgrad_on_gpu(case, a_major=a_major)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    package.grouped_gemm_wgrad_wrapper(**arguments, current_stream=side)
+    late = torch.zeros_like(arguments["a_tensor"])
+    assert late.stride() == arguments["a_tensor"].stride()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        late.copy_(arguments["a_tensor"])
+    result = package.grouped_gemm_wgrad_wrapper(**arguments | {"a_tensor": late}, current_stream=side)
+    torch.cuda.default_stream().synchronize()
+    assert not side.query(), "the call waited for its stream"
+    side.synchronize()
+    oracle.wgrad_check(compat_problems.to_numpy(result.wgrad_tensor), case)
+
+
+def test_capture_and_replay_of_weight_gradients(rng):
+    arguments = wgrad_on_gpu(wgrad_problem(rng))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        package.grouped_gemm_wgrad_wrapper(**arguments)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = package.grouped_gemm_wgrad_wrapper(**arguments)
+    for _ in range(3):
+        case = wgrad_problem(rng)
+        for name, x in wgrad_on_gpu(case).items():
+            if x is not None:
+                arguments[name].copy_(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        oracle.wgrad_check(compat_problems.to_numpy(result.wgrad_tensor), case)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_weight_gradients_of_jax_arrays(rng, jitted):
+    case = wgrad_problem(rng, d_dtype="float32")
+    gpu = jax.devices("cuda")[0]
+    a, b, offsets = jax.device_put((case.x.T, case.y, case.offsets), gpu)
+    run = lambda a, b, offsets: package.grouped_gemm_wgrad_wrapper(a, b, None, None, offsets, wgrad_dtype="float32")
+    result = (jax.jit(run) if jitted else run)(a, b, offsets)
+    assert result.wgrad_tensor.device == gpu
+    oracle.wgrad_check(result.wgrad_tensor, case)
+
+
+def test_sm100_names_of_weight_gradients_on_this_gpu(rng):
+    case = oracle.make_wgrad_case(rng, 3, 768, 136, 72, offsets=[256, 256, 512], alpha=False)
+    if torch.cuda.get_device_capability() >= (10, 0):
+        result = package.grouped_gemm_wgrad_wrapper_sm100(**wgrad_on_gpu(case))
+        oracle.wgrad_check(compat_problems.to_numpy(result.wgrad_tensor), case)
+    else:
+        with pytest.raises(RuntimeError, match="found compute capability 9.0; use grouped_gemm_wgrad_wrapper"):
+            package.grouped_gemm_wgrad_wrapper_sm100(**wgrad_on_gpu(case))
+
+
 # --- streams, the allocator, graphs -----------------------------------------------------------------------------------
 
 

@@ -245,50 +245,6 @@ def test_what_is_remembered_of_values_goes_with_the_tensor(rng):
 # --- CUDA, with torch.cuda and the library replaced -------------------------------------------------------------------
 
 
-class FakeCuda:
-    """What `torch_tensors` uses of torch.cuda, on CPU tensors."""
-
-    def __init__(self, launches):
-        self.launches = launches
-        self.recorded: list = []
-        self.capturing = False
-        self.current = types.SimpleNamespace(cuda_stream=40)
-        self.entered = []
-
-    def current_device(self):
-        return None  # a CPU tensor's index
-
-    def is_current_stream_capturing(self):
-        return self.capturing
-
-    def ExternalStream(self, handle, device):
-        return types.SimpleNamespace(cuda_stream=handle)
-
-    def stream(self, stream):
-        self.entered.append(stream.cuda_stream)
-        return contextlib.nullcontext()
-
-
-@pytest.fixture
-def cuda(monkeypatch, fake_launches):
-    fake = FakeCuda(fake_launches)
-    stand_in = types.SimpleNamespace(cuda=fake)
-    stand_in.is_grad_enabled = torch.is_grad_enabled
-    stand_in._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda index: fake.current.cuda_stream)
-    torch_tensors._stream.cache_clear()
-    for name in ("bfloat16", "float16", "float32", "uint8", "int64", "empty", "empty_strided"):
-        setattr(stand_in, name, getattr(torch, name))
-    monkeypatch.setattr(torch_tensors, "_torch", lambda: stand_in)
-    monkeypatch.setattr(torch_tensors, "capability", lambda device: "9.0")
-    monkeypatch.setattr(torch_tensors, "_on_cpu", torch_tensors._on_cuda)
-    monkeypatch.setattr(
-        torch.Tensor,
-        "record_stream",
-        lambda tensor, stream: fake.recorded.append((tensor.data_ptr(), stream.cuda_stream)),
-    )
-    return fake
-
-
 NAMES = {
     "a": "a_tensor", "offsets": "padded_offsets", "alpha": "alpha_tensor", "bias": "bias_tensor", "prob": "prob_tensor",
 }  # fmt: skip

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_grouped_gemm import direct
-from jax_grouped_gemm.compat import streams, strided, through_xla, values
+from jax_grouped_gemm.compat import streams, strided, strided_wgrad, through_xla, values
 
 _scratch_of: dict[int, list[jax.Array]] = {}  # id of D -> scratch of the launches that write it
 
@@ -60,6 +60,14 @@ def run(plan, operands, stream, by_address):
     if not direct.capturing(device, handle):
         _check_values(plan, operands)
     return _launch(plan, operands, handle)
+
+
+def run_wgrad(plan, operands, stream):
+    """The gradient, through XLA."""
+    strided_wgrad.check_functional(wgrad_tensor=operands.wgrad_tensor, current_stream=stream)
+    if not isinstance(operands.offsets_tensor, jax.core.Tracer):
+        values.check_offsets(plan, operands.offsets_tensor, 0, np.asarray)
+    return through_xla.wgrad(operands.a_tensor.T, operands.b_tensor, operands.offsets_tensor, call=plan.call)
 
 
 def _check_values(plan, operands):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped_gemm import calls, config, contract, direct, ffi_call
-from jax_grouped_gemm.compat import jax_arrays, strided, torch_tensors
+from jax_grouped_gemm import calls, config, contract, direct, ffi_call, wgrad_call
+from jax_grouped_gemm.compat import jax_arrays, strided, strided_wgrad, torch_tensors
 from jax_grouped_gemm.compat.dtypes import dtype_name
 
 MARGIN_VARIABLE = "CUDNNFE_CLUSTER_OVERLAP_MARGIN"
@@ -27,8 +27,8 @@ class Request(NamedTuple):
 
     entry: strided.Entry
     framework: types.ModuleType
-    operands: strided.StridedOperands
-    options: strided.StridedOptions
+    operands: strided.StridedOperands | strided_wgrad.Tensors
+    options: strided.StridedOptions | strided_wgrad.Options
     margin: str | None
     types: tuple = ()  # of the options: 1 equals True, but is refused
 
@@ -41,6 +41,10 @@ class Plan:
     m_aligned: int
     bias_dtype: str | None
     fixed: dict[str, Any]
+
+    def check_offsets(self, offsets):
+        """Concrete ends."""
+        strided.check_padded_offsets(offsets, self.call.m, self.m_aligned)
 
     @functools.cached_property
     def forward(self):
@@ -88,6 +92,34 @@ class Plan:
         )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class WgradPlan:
+    """A checked call for weight gradients, whose x is A transposed and whose y is B.
+
+    a_copied, b_copied: the tokens of that operand are contiguous, not their columns, which the kernels want.
+    """
+
+    call: calls.WgradCall
+    m_aligned: int
+    a_copied: bool
+    b_copied: bool
+
+    def check_offsets(self, offsets):
+        """Concrete ends."""
+        strided_wgrad.check_token_offsets(offsets, self.call.m, self.m_aligned)
+
+    @functools.cached_property
+    def wgrad(self):
+        """The launch by address."""
+        return direct.Wgrad(self.call)
+
+    def check_outputs_apart(self, addresses):
+        """For an output that the caller brought."""
+        m, n, k, l = self.call.m, self.call.n, self.call.k, self.call.l
+        width = jnp.dtype(self.call.d_dtype).itemsize
+        strided.check_outputs_apart(addresses, strided_wgrad.Tensors(2 * m * n, 2 * m * k, 4 * l, width * l * n * k))
+
+
 def request(entry, operands, options):
     """The request that these tensors make."""
     framework = framework_of(operands)
@@ -121,7 +153,7 @@ def framework_of(operands):
 
 
 def layouts(framework, operands):
-    return strided.StridedOperands(*[None if x is None else framework.layout(x) for x in operands])
+    return type(operands)(*[None if x is None else framework.layout(x) for x in operands])
 
 
 def plan_for(request):
@@ -137,27 +169,22 @@ def plan_for(request):
 
 
 def _plan(request):
-    entry, framework = request.entry, request.framework
-    operands = strided.StridedOperands(*[None if x is None else _named(framework, *x) for x in request.operands])
+    operands = type(request.operands)(*[None if x is None else _named(request.framework, *x) for x in request.operands])
     options = _named_options(request.options)
+    make = _wgrad_plan if isinstance(operands, strided_wgrad.Tensors) else _forward_plan
+    return make(request, options, operands)
+
+
+def _forward_plan(request, options, operands):
+    entry, framework = request.entry, request.framework
     strided.check_arguments(entry, options, operands)
     if framework is jax_arrays:
         strided.check_no_jax_strides(operands)
     device = operands.a_tensor.device
-    capability = None if device is None else framework.capability(device)
-    # A traced program may be for another machine: it is refused only for what this one's GPUs cannot run.
-    for found in ffi_call.cuda_capabilities() if device is None else (capability,):
-        strided.check_target(entry, device, found, kernels_only=framework is torch_tensors)
+    arch = _target(request, device)
     extents = strided.check_layouts(options, operands)
     strided.check_outputs(options, operands)
-    call = _call(request, options, operands, extents)
-    arch = None if capability is None else ffi_call.architecture(capability)
-    contract.check_tile(call, () if arch is None else (arch,))
-    if request.margin is not None:
-        if device is None:  # only now: asking JAX for GPUs makes it claim their memory, which may be torch's to use
-            arch = next(iter(ffi_call.architectures()), None)
-        margin = _margin(request.margin, arch or (100 if entry.sm100 else 90), call)
-        call = dataclasses.replace(call, overlap_margin=margin)
+    call = _with_margin(request, device, arch, _call(request, options, operands, extents), ffi_call.tile_of)
     bias = operands.bias_tensor
     fixed = {
         "the device": device,
@@ -169,6 +196,59 @@ def _plan(request):
     return Plan(call, options.m_aligned, None if bias is None else bias.dtype, fixed)
 
 
+def _wgrad_plan(request, options, operands):
+    strided_wgrad.check_arguments(options, operands)
+    if request.framework is jax_arrays:
+        strided_wgrad.check_functional(accumulate_on_output=options.accumulate_on_output)
+    device = operands.a_tensor.device
+    arch = _target(request, device)
+    extents, a_major, b_major = strided_wgrad.check_layouts(request.entry, operands)
+    m, n, tokens, l = (extents[symbol] for symbol in "MNTL")
+    native = contract.WgradOptions(
+        groups="offsets",
+        d_dtype=options.wgrad_dtype if operands.wgrad_tensor is None else operands.wgrad_tensor.dtype,
+        d_major="k",
+        use_dynamic_sched=False,
+        mma_tiler_mn=options.mma_tiler_mn,
+        cluster_shape_mn=options.cluster_shape_mn,
+        overlap_margin=0 if options.overlap_margin is None else options.overlap_margin,
+        implementation=None,
+    )
+    # Added to an output that nobody brought, zeros, it is the same as not added.
+    adds = options.accumulate_on_output and operands.wgrad_tensor is not None
+    arrays = calls.WgradOperands(
+        x=_struct((tokens, m), "bfloat16"),
+        y=_struct((tokens, n), "bfloat16"),
+        offsets=_struct((l,), "int32"),
+        experts=None,
+        alpha=None,
+        total=_struct((l, m, n), "float32") if adds else None,
+    )
+    call = _with_margin(request, device, arch, contract.check_wgrad_call(native, arrays), wgrad_call.tile_of)
+    aligned = strided.SM100_M_ALIGNED if request.entry.sm100 else 1
+    return WgradPlan(call, aligned, a_copied=a_major != "m", b_copied=b_major != "n")
+
+
+def _target(request, device):
+    """The architecture of the device, which can run this name; None where it is not known."""
+    capability = None if device is None else request.framework.capability(device)
+    # A traced program may be for another machine: it is refused only for what this one's GPUs cannot run.
+    for found in ffi_call.cuda_capabilities() if device is None else (capability,):
+        strided.check_target(request.entry, device, found, kernels_only=request.framework is torch_tensors)
+    return None if capability is None else ffi_call.architecture(capability)
+
+
+def _with_margin(request, device, arch, call, tile_of):
+    """The call, whose tile is compiled, with the environment's margin. tile_of: of `config`, for an architecture and a call."""
+    contract.check_tile(call, () if arch is None else (arch,))
+    if request.margin is None:
+        return call
+    if device is None:  # only now: asking JAX for GPUs makes it claim their memory, which may be torch's to use
+        arch = next(iter(ffi_call.architectures()), None)
+    tile = tile_of(arch or (100 if request.entry.sm100 else 90), call)
+    return dataclasses.replace(call, overlap_margin=_margin(request.margin, tile))
+
+
 _remembered = functools.lru_cache(maxsize=REMEMBERED)(_plan)
 
 
@@ -177,7 +257,7 @@ def _named(framework, shape, strides, dtype, device):
 
 
 def _named_options(options):
-    dtypes = {name: dtype_name(getattr(options, name)) for name in ("b_dtype", "acc_dtype", "c_dtype", "d_dtype")}
+    dtypes = {name: dtype_name(x) for name, x in options._asdict().items() if name.endswith("_dtype")}
     return options._replace(**dtypes)
 
 
@@ -215,10 +295,9 @@ def _struct(shape, dtype):
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def _margin(text, arch, call):
+def _margin(text, tile):
     """The environment counts clusters; the kernels leave SMs free."""
     if not text.strip().isdecimal():
         raise strided.wrong_margin(MARGIN_VARIABLE, text)
-    tile = config.select_tile(arch, call.l, call.m, call.n, call.k, call.mma_tiler_mn, call.cluster_shape_mn)
     # None: this wish is compiled for the other architecture only, where a program lowered from here may run.
     return int(text) * (1 if tile is None else tile.cluster_m * tile.cluster_n)

@@ -68,17 +68,21 @@ class StridedOptions(NamedTuple):
 
 SM100_M_ALIGNED = 256
 ROW_ALIGNMENT = 16  # bytes, of what the copy engine moves
-ADDRESS_ALIGNMENT = StridedOperands(
-    a_tensor=ROW_ALIGNMENT,
-    padded_offsets=4,
-    alpha_tensor=4,
-    b_tensor=ROW_ALIGNMENT,
-    b_ptrs=8,
-    bias_tensor=2,
-    prob_tensor=4,
-    c_tensor=ROW_ALIGNMENT,
-    d_tensor=ROW_ALIGNMENT,
-)
+ADDRESS_ALIGNMENT = {
+    "a_tensor": ROW_ALIGNMENT,
+    "padded_offsets": 4,
+    "alpha_tensor": 4,
+    "b_tensor": ROW_ALIGNMENT,
+    "b_ptrs": 8,
+    "bias_tensor": 2,
+    "prob_tensor": 4,
+    "c_tensor": ROW_ALIGNMENT,
+    "d_tensor": ROW_ALIGNMENT,
+    "offsets_tensor": 4,
+    "wgrad_tensor": ROW_ALIGNMENT,
+}
+
+OUTPUTS = ("c_tensor", "d_tensor", "wgrad_tensor")
 
 _OUTPUT = Strided(
     ("M", "N", "1"), ("N", "1", "M*N"), config.D_DTYPES, "leave it out, or pass a contiguous tensor of 3 dimensions"
@@ -105,8 +109,8 @@ def check_arguments(entry, options, operands):
         if getattr(operands, name) is None:
             raise ValueError(f"{name} must be given; got None; pass {STRIDED[name].remedy.removeprefix('pass ')}")
     contract.exactly_one(b_tensor=operands.b_tensor, b_ptrs=operands.b_ptrs)
-    _only("acc_dtype", options.acc_dtype, "float32")
-    _only("cd_major", options.cd_major, "n")
+    check_only("acc_dtype", options.acc_dtype, "float32")
+    check_only("cd_major", options.cd_major, "n")
     contract.check_one_of("b_major", options.b_major, config.B_MAJORS)
     if entry.sm100 and options.b_major != "k":
         raise ValueError(f"b_major must be 'k'; got {options.b_major!r}; {entry.instead} takes 'n' too")
@@ -127,12 +131,12 @@ def _weight_arguments(options, discrete):
         if not discrete and value is not None:
             raise ValueError(f"{name} must be None with b_tensor, which tells it; got {value!r}; leave it out")
     if discrete:
-        _only("b_dtype", options.b_dtype, "bfloat16")
+        check_only("b_dtype", options.b_dtype, "bfloat16")
         if not contract.is_positive(options.n):
             raise ValueError(f"n must be a positive integer; got {options.n!r}; pass the output columns")
 
 
-def _only(name, value, allowed):
+def check_only(name, value, allowed):
     if value != allowed:
         raise ValueError(f"{name} must be {allowed!r}; got {value!r}; nothing else is computed")
 
@@ -177,14 +181,19 @@ def sm100_needed(entry, found):
     )
 
 
-def check_layouts(options, operands):
-    """Every tensor's device, shape, dtype and strides; returns the sizes by symbol."""
+def check_devices(operands):
     a = operands.a_tensor
     for name, layout in operands._asdict().items():
         if layout is not None and None not in (layout.device, a.device) and layout.device != a.device:
             raise ValueError(
                 f"{name} must be on the device of a_tensor, {a.device}; got {layout.device}; move one of them"
             )
+
+
+def check_layouts(options, operands):
+    """Every tensor's device, shape, dtype and strides; returns the sizes by symbol."""
+    a = operands.a_tensor
+    check_devices(operands)
     check_strided("a_tensor", a, {})
     extents = {"M": a.shape[0], "K": a.shape[1]}
     if operands.b_tensor is not None:
@@ -230,16 +239,23 @@ def check_strided(name, layout, extents, expected=None):
         raise ValueError(f"{name} must be {_with_values(expected.shape, sizes)}; got {got}; {expected.remedy}")
     if layout.dtype not in expected.dtypes:
         raise ValueError(f"{name} must be {' or '.join(expected.dtypes)}; got {layout.dtype}; cast it")
-    if layout.strides is None or 0 in layout.shape:
-        return
-    extents = extents | dict(zip(expected.shape, layout.shape, strict=True))
-    strides = [_product(symbols, extents) for symbols in expected.strides]
-    # The stride of a dimension of one element is never used.
-    if any(size != 1 and x != y for size, x, y in zip(layout.shape, strides, layout.strides, strict=True)):
+    strides = wrong_strides(layout, extents, expected)
+    if strides is not None:
         raise ValueError(
             f"{name} must have strides {_with_values(expected.strides, strides)}; "
             f"got {tuple(layout.strides)}; {expected.remedy}"
         )
+
+
+def wrong_strides(layout, extents, expected):
+    """Those that it should have; None if it has them, or none matter."""
+    if layout.strides is None or 0 in layout.shape:
+        return None
+    extents = extents | dict(zip(expected.shape, layout.shape, strict=True))
+    strides = [_product(symbols, extents) for symbols in expected.strides]
+    # The stride of a dimension of one element is never used.
+    same = all(size == 1 or x == y for size, x, y in zip(layout.shape, strides, layout.strides, strict=True))
+    return None if same else strides
 
 
 def _product(symbols, extents):
@@ -262,17 +278,15 @@ def check_outputs(options, operands):
     for name in ("c", "d"):
         layout, dtype = getattr(operands, f"{name}_tensor"), getattr(options, f"{name}_dtype")
         if layout is not None and layout.dtype != dtype:
-            raise ValueError(
-                f"{name}_tensor must be {dtype}, its {name}_dtype; got {layout.dtype}; change one of them"
-            )
+            raise ValueError(f"{name}_tensor must be {dtype}, its {name}_dtype; got {layout.dtype}; change one of them")
 
 
 def check_addresses(addresses):
     """Where tensors start; 0 where absent."""
-    for name, address, alignment in zip(addresses._fields, addresses, ADDRESS_ALIGNMENT, strict=True):
-        if address % alignment:
+    for name, address in zip(addresses._fields, addresses, strict=True):
+        if address % ADDRESS_ALIGNMENT[name]:
             raise ValueError(
-                f"{name} must start at a multiple of {alignment} bytes; got address {address:#x}; "
+                f"{name} must start at a multiple of {ADDRESS_ALIGNMENT[name]} bytes; got address {address:#x}; "
                 "take a view that starts at an aligned element, or a copy"
             )
 
@@ -280,9 +294,9 @@ def check_addresses(addresses):
 def check_outputs_apart(addresses, sizes):
     """An output shares no memory with anything else: other tiles would still read, or also write, what one has written.
 
-    Both `StridedOperands`: where tensors start, and their bytes; 0 where absent.
+    Both `StridedOperands`, or both `strided_wgrad.Tensors`: where tensors start, and their bytes; 0 where absent.
     """
-    for output in ("c_tensor", "d_tensor"):
+    for output in (name for name in OUTPUTS if name in addresses._fields):
         start, end = getattr(addresses, output), getattr(addresses, output) + getattr(sizes, output)
         for name, address, size in zip(addresses._fields, addresses, sizes, strict=True):
             if name != output and address and address < end and start < address + size:

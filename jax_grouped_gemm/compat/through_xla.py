@@ -1,11 +1,11 @@
-"""The native call on the document's shapes, as one program."""
+"""The native calls on the document's shapes, as one program each."""
 
 import functools
 
 import jax
 
 from jax_grouped_gemm import debug
-from jax_grouped_gemm.api import grouped_gemm
+from jax_grouped_gemm.api import grouped_gemm, grouped_gemm_wgrad
 
 
 def forward(operands, *, call):
@@ -41,3 +41,23 @@ def _forward(operands, *, call, checked):
     )
     d, c = results if call.c_dtype is not None else (results, None)
     return d.reshape(m, n, 1), None if c is None else c.reshape(m, n, 1)
+
+
+def wgrad(x, y, offsets, total=None, *, call):
+    """D (L, N, K), for x (M, N) and y (M, K) as of `grouped_gemm_wgrad`."""
+    return _wgrad(x, y, offsets, total, call=call, checked=debug.enabled())
+
+
+@functools.partial(jax.jit, static_argnames=("call", "checked"))
+def _wgrad(x, y, offsets, total, *, call, checked):
+    del checked  # as above
+    return grouped_gemm_wgrad(
+        x,
+        y,
+        offsets=offsets,
+        d_dtype=call.d_dtype,
+        accumulate_into=total,
+        mma_tiler_mn=call.mma_tiler_mn,
+        cluster_shape_mn=call.cluster_shape_mn,
+        overlap_margin=call.overlap_margin,
+    )

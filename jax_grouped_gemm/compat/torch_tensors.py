@@ -45,31 +45,41 @@ def load(plan, device):
 def run(plan, operands, stream, by_address=True):
     """(D, C or None), into d_tensor and c_tensor where given."""
     del by_address  # always
+    return _run(_on_cpu, _launch, plan, operands, stream)
+
+
+def run_wgrad(plan, operands, stream):
+    """The gradient, in wgrad_tensor where given."""
+    return _run(_wgrad_on_cpu, _launch_wgrad, plan, operands, stream)
+
+
+def _run(on_cpu, launch, plan, operands, stream):
     if _torch().is_grad_enabled():
         for name, x in zip(operands._fields, operands, strict=True):
             if x is not None and x.requires_grad:
                 raise strided.gradient_needed(name)
-    run_on = _on_cpu if operands.a_tensor.device.type == "cpu" else _on_cuda
-    return run_on(plan, operands, stream)
+    if operands.a_tensor.device.type == "cpu":
+        return on_cpu(plan, operands, stream)
+    return _on_cuda(launch, plan, operands, stream)
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------
 
 
-def _on_cuda(plan, operands, stream):
+def _on_cuda(launch, plan, operands, stream):
     """Switches device and stream only where they are not torch's current ones: that costs as much as the launch."""
     cuda, device = _torch().cuda, operands.a_tensor.device
     if device.index != cuda.current_device():
         with cuda.device(device):
-            return _on_cuda(plan, operands, stream)
+            return _on_cuda(launch, plan, operands, stream)
     current = _current_stream(device.index)
     handle = current if stream is None else streams.handle(stream)
     if handle == current:
-        return _launch(plan, operands, handle, capturing=False)
+        return launch(plan, operands, handle, capturing=False)
     capturing = cuda.is_current_stream_capturing()
     # What is allocated there belongs to the launch's stream: memory that another has freed may still be in use here.
     with cuda.stream(_stream(device, handle)):
-        return _launch(plan, operands, handle, capturing)
+        return launch(plan, operands, handle, capturing)
 
 
 def _current_stream(index):
@@ -97,18 +107,48 @@ def _launch(plan, operands, handle, capturing):
     if operands.b_ptrs is not None:
         operands.b_ptrs.record_stream(_stream(device, handle))
     addresses = _addresses(operands._replace(d_tensor=d, c_tensor=c))
-    _brought(plan, operands, addresses)
+    _brought(plan, (operands.d_tensor, operands.c_tensor), addresses)
     plan.launch(device.index, handle, addresses, 0 if scratch is None else scratch.data_ptr())
     return d, c
 
 
+def _launch_wgrad(plan, operands, handle, capturing):
+    """The same, without scratch: the schedule is static."""
+    call, device = plan.call, operands.a_tensor.device
+    _check_token_offsets(plan, operands, _out_of_sight if capturing else _from_device)
+    x, y = _columns_contiguous(plan, operands)
+    d = _gradient(operands.wgrad_tensor, call, device)
+    addresses = _addresses(operands._replace(wgrad_tensor=d))
+    strided.check_addresses(addresses)
+    _brought(plan, (operands.wgrad_tensor,), addresses)
+    plan.wgrad(device.index, handle, x=x.data_ptr(), y=y.data_ptr(), offsets=addresses.offsets_tensor, d=d.data_ptr())
+    return d
+
+
+def _columns_contiguous(plan, operands):
+    """A transposed and B, (tokens, M) and (tokens, N), copied where their tokens are contiguous."""
+    x, y = operands.a_tensor.t(), operands.b_tensor
+    return x.contiguous() if plan.a_copied else x, y.contiguous() if plan.b_copied else y
+
+
+def _gradient(given, call, device):
+    if given is not None:
+        return given
+    return _torch().empty((call.l, call.n, call.k), dtype=getattr(_torch(), call.d_dtype), device=device)
+
+
+def _check_token_offsets(plan, operands, read):
+    offsets = operands.offsets_tensor
+    values.check_offsets(plan, offsets, _version(offsets), read)
+
+
 def _addresses(operands):
-    return strided.StridedOperands(*[0 if x is None else x.data_ptr() for x in operands])
+    return type(operands)(*[0 if x is None else x.data_ptr() for x in operands])
 
 
-def _brought(plan, operands, addresses):
-    """Outputs of the caller's: torch is told that they change, as by its own operations in place."""
-    outputs = [x for x in (operands.d_tensor, operands.c_tensor) if x is not None]
+def _brought(plan, outputs, addresses):
+    """Outputs of the caller's, None if not: torch is told that they change, as by its own operations in place."""
+    outputs = [x for x in outputs if x is not None]
     if outputs:
         plan.check_outputs_apart(addresses)
     for x in outputs:
@@ -154,7 +194,7 @@ def _on_cpu(plan, operands, stream):
     _check_values(plan, operands, _view)
     addresses = _addresses(operands if plan.call.c_dtype else operands._replace(c_tensor=None))
     strided.check_addresses(addresses)  # as on a GPU
-    _brought(plan, operands, addresses)
+    _brought(plan, (operands.d_tensor, operands.c_tensor), addresses)
     device, call = operands.a_tensor.device, plan.call
     results = through_xla.forward(_native(operands, call), call=call)
     outputs = []
@@ -165,6 +205,21 @@ def _on_cpu(plan, operands, stream):
         if result is not None:
             _view(outputs[-1])[...] = np.asarray(result)
     return tuple(outputs)
+
+
+def _wgrad_on_cpu(plan, operands, stream):
+    if stream is not None:
+        streams.handle(stream)
+    _check_token_offsets(plan, operands, _view)
+    addresses = _addresses(operands)
+    strided.check_addresses(addresses)
+    _brought(plan, (operands.wgrad_tensor,), addresses)
+    d = _gradient(operands.wgrad_tensor, plan.call, operands.a_tensor.device)
+    x, y = map(_view, _columns_contiguous(plan, operands))
+    arrays = [x, y, _view(operands.offsets_tensor)] + ([_view(d)] if plan.call.accumulate else [])
+    result = through_xla.wgrad(*jax.device_put(arrays, jax.devices("cpu")[0]), call=plan.call)
+    _view(d)[...] = np.asarray(result)
+    return d
 
 
 def _native(operands, call):

@@ -16,9 +16,9 @@ def check_offsets(plan, tensor, version, read):
 
     version: None where it cannot be known.
     """
-    checked_for = (plan.call.m, plan.m_aligned)
+    checked_for = plan.call.m, plan.m_aligned
     if not _seen(tensor, version, checked_for) and (found := read(tensor)) is not None:
-        strided.check_padded_offsets(found, *checked_for)
+        plan.check_offsets(found)
         _remember(tensor, version, checked_for)
 
 

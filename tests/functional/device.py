@@ -64,17 +64,6 @@ def _library():
     return ctypes.CDLL(str(library.LIBRARY))
 
 
-class WgradCall(ctypes.Structure):
-    """jgg_wgrad_call of ffi/c_api.h."""
-
-    _fields_ = (
-        [("struct_size", ctypes.c_int64)]
-        + [(name, ctypes.c_char_p) for name in ("sm90", "sm100", "d_dtype")]
-        + [(name, ctypes.c_int64) for name in ("m", "n", "k", "l", "groups", "dynamic", "accumulate", "overlap_margin")]
-        + [(name, ctypes.c_uint64) for name in ("x", "y", "offsets", "experts", "alpha", "d", "scratch", "stream")]
-    )
-
-
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
@@ -278,7 +267,7 @@ def _forward_call(variant, case, dynamic, b_ptrs, put, new):
 
 def _wgrad_call(variant, case, dynamic, b_ptrs, put, new):
     (m, n), k, l = case.x.shape, case.y.shape[1], case.l
-    call = WgradCall(struct_size=ctypes.sizeof(WgradCall), d_dtype=variant.d_dtype.encode())
+    call = direct.LibraryWgradCall(struct_size=ctypes.sizeof(direct.LibraryWgradCall), d_dtype=variant.d_dtype.encode())
     setattr(call, f"sm{variant.arch}", variant.name.encode())
     call.m, call.n, call.k, call.l, call.groups, call.dynamic = m, n, k, l, case.offsets.size, dynamic
     for operand in ("x", "y", "offsets", "experts", "alpha"):
