@@ -3,6 +3,8 @@
     python -m benchmarks.layer                     # on an H200, a minute
     python -m benchmarks.layer --smoke             # tiny, any machine
 
+Where google-tunix is installed, its Gemma 4 layer too, unmodified, before and after `jax_grouped_gemm.accelerate()`.
+
 All arms have the same operands; gradients of every operand are compared with those of JAX's own before anything is timed.
 Interleaved, as in `benchmarks.run`.
 """
@@ -26,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_grouped_gemm
-from benchmarks import figures
+from benchmarks import figures, public_layer
 from benchmarks.run import progress
 from benchmarks.timing import Arm, calibrate, interleave, summarize
 from jax_grouped_gemm.nn import routing
@@ -56,6 +58,8 @@ LAYERS = (
     ),  # twice the tokens are more than ragged_dot fits in 141 GB
 )
 SMOKE = (Layer("smoke", 4, 2, 64, 32, 16),)
+PUBLIC = Layer("Gemma 4 26B-A4B, of tunix", 128, 8, 4096, 2816, 704)
+PUBLIC_SMOKE = Layer("Gemma 4's, small, of tunix", 4, 2, 64, 32, 16)
 
 
 def parameters(layer, seed=0):
@@ -95,22 +99,18 @@ def of_jax(rows, weights, sizes, prob):
     return d if prob is None else (d * prob[:, None]).astype(d.dtype)
 
 
-def gradients(product, k, weights, x, cotangent):
+def gradients(function, weights, x, cotangent):
     """(the layer's result, the gradients of weights and tokens)."""
-    out, back = jax.vjp(functools.partial(apply, product, k), weights, x)
+    out, back = jax.vjp(function, weights, x)
     return out, *back(cotangent)
 
 
-def compile_arms(layer, operands):
-    """{name: compiled}, JAX's own last."""
+def compile_arms(functions, operands):
+    """{name: compiled}, JAX's own last. functions: {name: (of weights and tokens, whether it is accelerated)}."""
     compiled = {}
-    for name, product, accelerated in (
-        ("ours", ours, False),
-        ("accelerated", of_jax, True),
-        ("ragged_dot", of_jax, False),
-    ):
+    for name, (function, accelerated) in functions.items():
         with jax_grouped_gemm.accelerate(accelerated):
-            compiled[name] = jax.jit(functools.partial(gradients, product, layer.k)).lower(*operands).compile()
+            compiled[name] = jax.jit(functools.partial(gradients, function)).lower(*operands).compile()
     return compiled
 
 
@@ -129,9 +129,29 @@ def _run(program, operands, _):
 
 
 def measure(layer, reps):
+    functions = {
+        "ours": (functools.partial(apply, ours, layer.k), False),
+        "accelerated": (functools.partial(apply, of_jax, layer.k), True),
+        "ragged_dot": (functools.partial(apply, of_jax, layer.k), False),
+    }
+    return compare(layer, functions, parameters(layer), reps)
+
+
+def measure_public(layer, reps):
+    graph, state = public_layer.make(layer.experts, layer.k, layer.width, layer.hidden)
+    x, cotangent = (
+        jax.random.normal(jax.random.key(seed), (1, layer.tokens, layer.width), jnp.bfloat16) for seed in range(2)
+    )
+    function = functools.partial(public_layer.apply, graph)
+    record = compare(
+        layer, {"accelerated": (function, True), "ragged_dot": (function, False)}, (state, x, cotangent), reps
+    )
+    return record | {"google-tunix": public_layer.version()}
+
+
+def compare(layer, functions, operands, reps):
     progress(f"{layer.name}: compile, check")
-    operands = parameters(layer)
-    compiled = compile_arms(layer, operands)
+    compiled = compile_arms(functions, operands)
     want = compiled["ragged_dot"](*operands)
     record = dataclasses.asdict(layer) | {"flops": layer.flops, "arms": {}}
     for name, program in compiled.items():
@@ -174,6 +194,8 @@ def main(argv=None):
     now = datetime.datetime.now(datetime.UTC)
     result = {"date": now.isoformat(timespec="seconds"), "machine": figures.machine()}
     result["layers"] = [measure(layer, args.reps) for layer in (SMOKE if args.smoke else LAYERS)]
+    if public_layer.found():
+        result["layers"].append(measure_public(PUBLIC_SMOKE if args.smoke else PUBLIC, args.reps))
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{now:%Y%m%d-%H%M%S}-layer{'-smoke' if args.smoke else ''}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")

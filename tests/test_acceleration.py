@@ -1,13 +1,10 @@
 """`accelerate`: JAX's own ragged_dot, lowered to the kernels."""
 
-import importlib.metadata
-import importlib.util
 import logging
 import os
 import re
 import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +12,7 @@ import numpy as np
 import pytest
 
 import jax_grouped_gemm as jgg
+from benchmarks import public_layer
 from jax_grouped_gemm import acceleration, contract, ffi_call, library
 
 
@@ -155,33 +153,10 @@ def test_environment(prepare, value, calls):
 # --- an unmodified layer of a public library --------------------------------------------------------------------------
 
 
-def library_layer():
-    """The module of a public library's mixture-of-experts layer; it stands alone, its package wants much that it does not."""
-    try:
-        files = importlib.metadata.files("google-tunix")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("google-tunix is not installed")
-    pytest.importorskip("flax")
-    (path,) = [file.locate() for file in files if str(file) == "tunix/models/gemma4/moe.py"]
-    spec = importlib.util.spec_from_file_location("tunix_gemma4_moe", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def make_layer(experts, embed=64, hidden=32, dtype=jnp.bfloat16):
-    from flax import nnx
-
-    config = types.SimpleNamespace(
-        embed_dim=embed,
-        expert_dim=hidden,
-        num_experts=experts,
-        num_experts_per_tok=2,
-        dtype=dtype,
-        param_dtype=dtype,
-        shd_config=types.SimpleNamespace(exp_weight_edf=None, exp_weight_efd=None),
-    )
-    return nnx.split(library_layer().MoERagged(config, rngs=nnx.Rngs(0)))
+def make_layer(experts, width=64, hidden=32, dtype=jnp.bfloat16):
+    if not public_layer.found():
+        pytest.skip("google-tunix or flax is not installed")
+    return public_layer.make(experts, 2, width, hidden, dtype)
 
 
 @pytest.fixture
@@ -191,9 +166,7 @@ def _as_its_authors_run_it():
 
 
 def layer_loss(graph, state, x):
-    from flax import nnx
-
-    return jnp.mean(jnp.square(nnx.merge(graph, state)(x).astype(jnp.float32)))
+    return jnp.mean(jnp.square(public_layer.apply(graph, state, x).astype(jnp.float32)))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -214,7 +187,7 @@ def test_layer_of_a_library_is_lowered_to_the_kernels():
 @pytest.mark.usefixtures("_as_its_authors_run_it")
 def test_layer_of_a_library_gives_the_same_on_the_kernels(monkeypatch):
     monkeypatch.undo()
-    graph, state = make_layer(16, embed=512, hidden=256)
+    graph, state = make_layer(16, width=512, hidden=256)
     x = jax.random.normal(jax.random.key(1), (2, 512, 512), jnp.bfloat16)
 
     def gradient(state, x):
@@ -227,7 +200,7 @@ def test_layer_of_a_library_gives_the_same_on_the_kernels(monkeypatch):
     with jgg.accelerate():
         after = jax.jit(gradient).lower(state, x).compile()
     assert products(before) == 0 < products(after)
-    exact_graph, _ = make_layer(16, embed=512, hidden=256, dtype=jnp.float32)
+    exact_graph, _ = make_layer(16, width=512, hidden=256, dtype=jnp.float32)
     exactly = jax.tree.map(lambda w: w.astype(jnp.float32), (state, x))
     with jax.default_matmul_precision("highest"):
         want = jax.jit(lambda *o: jax.value_and_grad(lambda *o: layer_loss(exact_graph, *o), (0, 1))(*o))(*exactly)
