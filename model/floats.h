@@ -23,11 +23,6 @@ inline float FloatOfBits(uint32_t bits) {
 // Single-precision instructions return this NaN; seen on an H200, PTX ISA 9.7.3 leaves it open.
 inline float Canonical(float value) { return std::isnan(value) ? FloatOfBits(0x7fffffff) : value; }
 
-// Subnormals as zeros that keep the sign.
-inline float Flushed(float value) {
-  return std::fpclassify(value) == FP_SUBNORMAL ? std::copysign(0.0f, value) : value;
-}
-
 inline float FromBfloat16(uint16_t bits) { return FloatOfBits(uint32_t{bits} << 16); }
 
 // To nearest, ties to even.
