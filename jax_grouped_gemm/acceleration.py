@@ -27,9 +27,10 @@ class accelerate:
     or for a while, `with jax_grouped_gemm.accelerate(): ...`; `accelerate(False)` undoes it. With the environment variable
     JAX_GROUPED_GEMM_ACCELERATE=1 it is on from the start, wherever the package is installed: nothing needs to import it.
 
-    What is computed stays the same, but for the order of float32 sums. Products that the kernels do not do (operands that are
-    not bfloat16, K or N no multiple of 8, a cotangent in float32 of a product with `preferred_element_type=float32`) stay
-    JAX's, and the log says so, once for every reason. Turning it on or off drops JAX's caches of compiled programs
+    What is computed stays the same, but for the order of float32 sums, and for an operand of float32 beside one of bfloat16
+    (weights that are kept so; the cotangent of a product with `preferred_element_type=float32`), which is taken as
+    `jax_grouped_gemm.ragged_dot` says. Products that the kernels do not do (two operands of float32, K or N no multiple of 8)
+    stay JAX's, and the log says so, once for every reason. Turning it on or off drops JAX's caches of compiled programs
     (`jax.clear_caches()`), since these hold one lowering or the other; programs compiled by hand
     (`.lower().compile()`) or exported stay as they are. Other threads must not compile at that moment.
 
@@ -79,7 +80,7 @@ def _set(on):
 
 
 def _lower(ctx, lhs, rhs, group_sizes, **parameters):
-    plan = _plan(*ctx.avals_in, **parameters)
+    plan = _plan(ctx.avals_in, ctx.avals_out[0].dtype, **parameters)
     if not callable(plan):
         if plan:
             ffi_call.log_once(f"jax.lax.ragged_dot is JAX's own: {plan}")
@@ -90,10 +91,11 @@ def _lower(ctx, lhs, rhs, group_sizes, **parameters):
     return meshes.lower(plan, ctx, (lhs, rhs, group_sizes), multiple_results=False)
 
 
-def _plan(lhs, rhs, group_sizes, *, ragged_dot_dimension_numbers, preferred_element_type, group_offset, **parameters):
+def _plan(operands, dtype, *, ragged_dot_dimension_numbers, precision, group_offset, **parameters):
     if group_offset is not None or meshes.has_explicit(parameters.get("out_sharding")):
         return "group_offset or out_sharding is given"
     choice = ffi_call.choose(PLATFORM, None)
     if not choice.kernels:
         return choice.why
-    return ragged.reduce(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, preferred_element_type, False)
+    lhs, rhs, group_sizes = operands
+    return ragged.reduce(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, precision, dtype, False)

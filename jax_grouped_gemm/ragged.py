@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.lax.lax import canonicalize_precision
 
-from jax_grouped_gemm import calls, config, contract, ffi_call, reference, wgrad_call
+from jax_grouped_gemm import calls, config, contract, ffi_call, reference, rows, wgrad_call
 
 ROW_RAGGED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -31,13 +32,15 @@ def ragged_dot(
       rhs: (G, K, N). With `group_offset`, the matrices of as many groups from that one on.
       group_sizes: (G,) integers, rows of each group; with `group_offset`, of more groups than `rhs` has matrices, if the
         others are elsewhere (expert parallelism).
-      precision: as in `jax.lax.dot`. To products of bfloat16 it makes no difference: the kernels' are exact, and added in float32.
+      precision: as in `jax.lax.dot`. Products of bfloat16 are exact, and added in float32, whatever it is.
       preferred_element_type: of the result; that of the operands by default.
       group_offset: (1,) or () integer, the group that `rhs[0]` belongs to; rows of groups that have no matrix here are zero.
       out_sharding: goes to JAX, whose own lowering then computes.
 
-    The kernels compute what is bfloat16 and whose K and N are multiples of 8. All else goes to JAX, and a line of the log says
-    so, once for every reason.
+    The kernels compute products of bfloat16 whose K and N are multiples of 8. An operand of float32 beside one of bfloat16 is
+    taken as two bfloat16 that add up to it within 2^-17, closer than the TF32 of a GPU's own products, or, with a precision
+    above "high", as three, exactly: as many products. All else goes to JAX, and a line of the log says so, once for
+    every reason.
 
     Returns:
       (M, N). Rows past the last group are zero.
@@ -69,14 +72,16 @@ def ragged_dot_general(
     batched products, whatever the sizes; with an offset, batches of the groups before it are zero.
     """
     lhs, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
-    numbers, output = ragged_dot_dimension_numbers, (precision, preferred_element_type)
+    numbers = ragged_dot_dimension_numbers
+    precision = canonicalize_precision(precision)
+    output = precision, preferred_element_type
     if group_offset is not None:
         group_offset = contract.check_group_offset(jnp.asarray(group_offset))
-    _check(lhs, rhs, group_sizes, numbers, output, group_offset is not None)
+    dtype = _check(lhs, rhs, group_sizes, numbers, output, group_offset is not None)
     if out_sharding is not None:
         plan: Any = "out_sharding is given"
     else:
-        plan = reduce(lhs, rhs, group_sizes, numbers, preferred_element_type, group_offset is not None)
+        plan = reduce(lhs, rhs, group_sizes, numbers, precision, dtype, group_offset is not None)
     if callable(plan):
         return plan(lhs, rhs, group_sizes, group_offset)
     if plan:
@@ -85,7 +90,7 @@ def ragged_dot_general(
 
 
 def _check(lhs, rhs, group_sizes, numbers, output, offset):
-    """As JAX does, which knows of no groups elsewhere."""
+    """As JAX does, which knows of no groups elsewhere. Returns the result's dtype."""
     precision, preferred = output
     if offset and len(numbers.rhs_group_dimensions) == 1 and group_sizes.ndim:
         (group_dim,) = numbers.rhs_group_dimensions
@@ -94,25 +99,50 @@ def _check(lhs, rhs, group_sizes, numbers, output, offset):
         shape[group_dim] = group_sizes.shape[-1]
         rhs = jax.ShapeDtypeStruct(shape, rhs.dtype)
     product = functools.partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, precision=precision)
-    jax.eval_shape(functools.partial(product, preferred_element_type=preferred), lhs, rhs, group_sizes)
+    return jax.eval_shape(functools.partial(product, preferred_element_type=preferred), lhs, rhs, group_sizes).dtype
 
 
-def reduce(lhs, rhs, group_sizes, numbers, output_dtype, offset):
+def reduce(lhs, rhs, group_sizes, numbers, precision, output_dtype, offset):
     """A function of (lhs, rhs, group_sizes, group_offset=None) that computes it on the kernels; or why there is none, "" where JAX's
     own is as good.
 
     lhs, rhs and group_sizes need a shape and a dtype only; of shapes that JAX accepts. offset: there will be a group_offset.
     """
-    if not lhs.dtype == rhs.dtype == jnp.bfloat16:
-        return f"operands are {lhs.dtype} and {rhs.dtype}, the kernels take bfloat16"
+    narrow, wide = (sum(x.dtype == dtype for x in (lhs, rhs)) for dtype in (jnp.bfloat16, jnp.float32))
+    if narrow + wide != 2 or not narrow:
+        return f"operands are {lhs.dtype} and {rhs.dtype}, the kernels take bfloat16, and float32 beside it"
     if not all(isinstance(size, int) for x in (lhs, rhs, group_sizes) for size in x.shape):
         return "shapes are not static"
-    dtype = jnp.dtype(output_dtype or jnp.bfloat16).name
     if _mode(numbers) == "batch":
         return ""  # a plain batched product
+    dtype = "float32" if wide else jnp.dtype(output_dtype).name  # that the kernels write
     if _mode(numbers) == "kept":
-        return _kept(_Dims.of(lhs, rhs, numbers), dtype, offset)
-    return _contracted(_Dims.of(lhs, rhs, numbers), group_sizes.shape[-1], dtype, offset)
+        plan = _kept(_Dims.of(lhs, rhs, numbers), dtype, offset)
+    else:
+        plan = _contracted(_Dims.of(lhs, rhs, numbers), group_sizes.shape[-1], dtype, offset)
+    if not wide or not callable(plan):
+        return plan
+    return _in_parts(plan, lhs.dtype == jnp.float32, precision, output_dtype)
+
+
+def _in_parts(product, lhs_is_wide, precision, dtype):
+    """The product with one operand of float32, as a sum of products of bfloat16. precision: as JAX's primitive has it."""
+    modest = {None, jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH}
+    count = 2 if modest.issuperset(precision if isinstance(precision, tuple) else (precision,)) else 3
+
+    def summed(lhs, rhs, group_sizes, group_offset=None):
+        if lhs_is_wide:
+            found = [product(part, rhs, group_sizes, group_offset) for part in _parts(lhs, count)]
+        else:
+            found = [product(lhs, part, group_sizes, group_offset) for part in _parts(rhs, count)]
+        return functools.reduce(jnp.add, reversed(found)).astype(dtype)  # the smallest first
+
+    return summed
+
+
+def _parts(x, count):
+    """bfloat16 that add up to x. A derivative by x is that by the first one: those by the others are the same, times zero."""
+    return [x.astype(jnp.bfloat16), *rows.pieces(jax.lax.stop_gradient(x))[1:count]]
 
 
 def _mode(numbers):

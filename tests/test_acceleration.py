@@ -1,5 +1,6 @@
 """`accelerate`: JAX's own ragged_dot, lowered to the kernels."""
 
+import functools
 import logging
 import os
 import re
@@ -75,6 +76,22 @@ def test_forward_and_backward():
     with jgg.accelerate():
         calls = custom_calls(jax.value_and_grad(loss, (0, 1)), *OPERANDS)
     assert sorted(calls) == [library.FORWARD, library.FORWARD, library.WGRAD]
+
+
+def test_cotangents_of_float32():
+    """They go through the kernels in two parts; with preferred_element_type=float32 JAX's are so."""
+    product = functools.partial(jax.lax.ragged_dot, preferred_element_type=jnp.float32)
+    with jgg.accelerate():
+        calls = custom_calls(jax.value_and_grad(lambda *x: jnp.square(product(*x)).sum(), (0, 1)), *OPERANDS)
+    assert sorted(calls) == [library.FORWARD] * 3 + [library.WGRAD] * 2
+
+
+def test_weights_of_float32():
+    with jgg.accelerate():
+        operands = OPERANDS[0], struct(4, 32, 16, dtype=jnp.float32), OPERANDS[2]
+        assert custom_calls(lambda *x: jax.lax.ragged_dot(*x), *operands) == [library.FORWARD] * 2
+        exact = functools.partial(jax.lax.ragged_dot, precision="highest")
+        assert custom_calls(exact, *operands) == [library.FORWARD] * 3
 
 
 def test_nothing_is_transposed_or_copied():
@@ -190,6 +207,39 @@ def decisively_routed(state, experts, width):
     x += 20 * router.T[choices[:, 0]] + 12 * router.T[choices[:, 1]] - x @ router @ router.T
     state["router_logits"] = state["router_logits"].replace(jnp.asarray(8 * router, jnp.bfloat16))
     return state, jnp.asarray(x.reshape(2, 512, width), jnp.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [(jnp.bfloat16, jnp.bfloat16), (jnp.bfloat16, jnp.float32)], ids=str)
+def test_gradients_in_float32_on_the_kernels(monkeypatch, dtypes):
+    """At least as close to float64 as JAX's own."""
+    monkeypatch.undo()
+    rng = np.random.default_rng(0)
+    sizes = np.array([100, 0, 257, 300, 43], np.int32)  # of 768 rows
+    operands = [
+        jnp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
+        for shape, dtype in zip(((768, 256), (5, 256, 192)), dtypes, strict=True)
+    ]
+    ct = rng.standard_normal((768, 192), np.float32)
+
+    def gradients(lhs, rhs):
+        product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes, preferred_element_type=jnp.float32)
+        out, back = jax.vjp(product, lhs, rhs)
+        return out, *back(jnp.asarray(ct))
+
+    before = jax.jit(gradients).lower(*operands).compile()
+    with jgg.accelerate():
+        after = jax.jit(gradients).lower(*operands).compile()
+    assert after.as_text().count('custom_call_target="jax_grouped_gemm') == 3 + 2 + (dtypes[1] == jnp.float32) * 2
+    a, b = (np.asarray(x, np.float64) for x in operands)
+    want = np.zeros((768, 192)), np.zeros_like(a), np.zeros_like(b)
+    begin = 0
+    for g, size in enumerate(sizes):
+        rows = slice(begin, begin := begin + size)
+        want[0][rows], want[1][rows], want[2][g] = a[rows] @ b[g], ct[rows] @ b[g].T, a[rows].T @ ct[rows]
+    for ours, theirs, exact in zip(after(*operands), before(*operands), want, strict=True):
+        errors = [np.abs(np.asarray(x, np.float64) - exact).max() / np.abs(exact).max() for x in (ours, theirs)]
+        assert errors[0] <= 1.2 * errors[1] + 2.0**-16
 
 
 @pytest.mark.gpu

@@ -76,8 +76,8 @@ def test_every_mode(name, dtype):
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "batch"])
 def test_the_kernels_do_it(name):
     *operands, dims = problem(name)
-    assert callable(ragged.reduce(*operands, dims, None, False))
-    assert callable(ragged.reduce(*operands, dims, None, True))
+    assert callable(ragged.reduce(*operands, dims, None, jnp.bfloat16, False))
+    assert callable(ragged.reduce(*operands, dims, None, jnp.bfloat16, True))
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -122,6 +122,75 @@ def test_nothing_of_other_rows_leaks():
     assert not np.asarray(dlhs[1, 20:], np.float32).any()
     assert not np.asarray(drhs[1, 0], np.float32).any()
     assert np.isfinite(np.asarray(drhs, np.float32)).all()
+
+
+# --- an operand of float32 beside one of bfloat16 ---------------------------------------------------------------------
+
+
+def mixed(name, wide, seed=0):
+    """The problem with lhs (0) or rhs (1) of float32 that is no bfloat16, and the product of it in float64."""
+    lhs, rhs, sizes, dims = problem(name, seed)
+    operands = [lhs, rhs]
+    shape = operands[wide].shape
+    operands[wide] = jnp.asarray(np.random.default_rng(7).standard_normal(shape, np.float32))
+    with jax.enable_x64(True):
+        want = np.asarray(_masked(*(jnp.asarray(np.asarray(x, np.float64)) for x in operands), sizes, dims))
+    return *operands, sizes, dims, want
+
+
+MIXED = [name for name in PRODUCTS if name != "batch"]
+
+
+@pytest.mark.parametrize("wide", [0, 1], ids=["lhs", "rhs"])
+@pytest.mark.parametrize(
+    ("precision", "eps"),
+    [(None, 2.0**-16), ("high", 2.0**-16), ("highest", 2.0**-21), (("default", "highest"), 2.0**-21)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["kept, (g, k, n)", "contracted"])
+def test_mixed_operands(name, precision, eps, wide):
+    lhs, rhs, sizes, dims, want = mixed(name, wide)
+    got = jgg.ragged_dot_general(lhs, rhs, sizes, dims, precision)
+    assert got.dtype == jnp.float32
+    close(got, want, eps)
+    if precision is None:
+        narrow = [x.astype(jnp.bfloat16) for x in (lhs, rhs)]
+        rounded = jgg.ragged_dot_general(*narrow, sizes, dims, preferred_element_type=jnp.float32)
+        with pytest.raises(AssertionError):  # as one bfloat16 it is far off
+            close(rounded, want, eps)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_operands_in_every_mode(name):
+    lhs, rhs, sizes, dims, want = mixed(name, 0)
+    assert callable(ragged.reduce(lhs, rhs, sizes, dims, None, jnp.float32, False))
+    close(jgg.ragged_dot_general(lhs, rhs, sizes, dims), want, 2.0**-15)
+    got = jgg.ragged_dot_general(lhs, rhs, sizes, dims, preferred_element_type=jnp.bfloat16)
+    assert got.dtype == jnp.bfloat16
+    close(got, want)
+
+
+@pytest.mark.parametrize("wide", [0, 1], ids=["lhs", "rhs"])
+def test_gradients_of_mixed_operands(wide):
+    lhs, rhs, sizes, dims, _ = mixed("kept, (g, k, n)", wide)
+    ct = jnp.asarray(np.random.default_rng(1).standard_normal((21, 24), np.float32), jnp.bfloat16)
+    of = lambda product, scale: lambda lhs, rhs: jnp.sum(product(lhs, rhs).astype(jnp.float32) * scale)
+    ours = of(lambda lhs, rhs: jgg.ragged_dot_general(lhs, rhs, sizes, dims), ct.astype(jnp.float32))
+    theirs = of(lambda lhs, rhs: _masked(lhs, rhs, sizes, dims), ct.astype(jnp.float32))
+    got = jax.grad(ours, (0, 1))(lhs, rhs)
+    want = jax.grad(theirs, (0, 1))(lhs.astype(jnp.float32), rhs.astype(jnp.float32))
+    assert [x.dtype for x in got] == [lhs.dtype, rhs.dtype]
+    for x, y in zip(got, want, strict=True):
+        close(x, y, 2.0**-7)  # that of the other operand is a sum of two, each rounded
+
+
+def test_infinities_and_nan_of_mixed_operands():
+    """An infinity has no parts beside it; what is past float32's bfloat16 is one, which its own product is close to."""
+    lhs = jnp.ones((8, 16), jnp.float32).at[0, 0].set(jnp.inf).at[1, 0].set(jnp.nan).at[2].set(1 + 2.0**-9)
+    got = jgg.ragged_dot(lhs, jnp.ones((1, 16, 8), jnp.bfloat16), jnp.array([8]))
+    assert np.isposinf(got[0]).all()
+    assert np.isnan(got[1]).all()
+    np.testing.assert_array_equal(got[2:, 0], [16 + 2.0**-5, 16, 16, 16, 16, 16])
 
 
 # --- group_offset -----------------------------------------------------------------------------------------------------
