@@ -8,7 +8,7 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.interpreters import mlir
 from jax._src.lax.lax import ragged_dot_general_p
 
-from jax_grouped_gemm import ffi_call, meshes, ragged
+from jax_grouped_gemm import contract, ffi_call, meshes, partitioning, ragged
 
 SWITCH = "JAX_GROUPED_GEMM_ACCELERATE"
 PLATFORM = "cuda"
@@ -39,10 +39,14 @@ class accelerate:
     """
 
     def __init__(self, on=True):
+        self._on = contract.check_flag("on", on)
         self._before = active()
-        _set(on)
+        _set(self._on)
 
     def __enter__(self):
+        if active() != self._on:  # since it was called
+            self._before = active()
+            _set(self._on)
         return self
 
     def __exit__(self, *error):
@@ -55,7 +59,7 @@ def active():
 
 
 def enabled_by_environment():
-    return os.environ.get(SWITCH, "") not in ("", "0")
+    return contract.switched_on(os.environ.get(SWITCH))
 
 
 def _set(on):
@@ -80,7 +84,9 @@ def _set(on):
 
 
 def _lower(ctx, lhs, rhs, group_sizes, **parameters):
-    plan = _plan(ctx.avals_in, ctx.avals_out[0].dtype, **parameters)
+    plan = partitioning.why_not(ctx.module_context)
+    if plan is None:
+        plan = _plan(ctx.avals_in, ctx.avals_out[0].dtype, **parameters)
     if not callable(plan):
         if plan:
             ffi_call.log_once(f"jax.lax.ragged_dot is JAX's own: {plan}")

@@ -93,8 +93,9 @@ def grouped_gemm(
     Where rows are zero, whatever their operands hold, so are the gradients. Kernels of the backward pass have the
     `implementation`, `use_dynamic_sched` and `overlap_margin` of this call, and tiles that the package chooses.
 
-    Under `jax.vmap` a batch of `a` is one call with more groups, which share weights that are not batched; where `a` is
-    not batched, or the arrays of a tuple are, or the extents of the whole pass the limits, it is a loop.
+    Under `jax.vmap` a batch is one call with more groups, which share weights that are not batched; an `a` that is not is
+    repeated. Where the arrays of a tuple are batched, or the extents of the whole pass the limits, it is a loop, for which
+    XLA gathers what is sharded over the batch.
 
     On several devices: inside `jax.shard_map` on each device's part, with varying axes checked or not. On a mesh with
     explicit axes D has the sharding of `a`'s rows and of the weights' N; what would need a sum over devices is a type
@@ -195,8 +196,8 @@ def grouped_gemm_wgrad(
     On several devices as `grouped_gemm`; N of D is sharded as `x`'s columns, K as `y`'s, and where XLA partitions the
     program, D as it is wanted: rows are gathered, or sums over them made, for the matrices that a device has.
 
-    Differentiable to any order with respect to `x`, `y`, `alpha` and `accumulate_into`, and by `jax.vmap`, where batches
-    of both `x` and `y` are one call with more groups.
+    Differentiable to any order with respect to `x`, `y`, `alpha` and `accumulate_into`, and by `jax.vmap`, where a batch is
+    one call with more groups.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -1,9 +1,9 @@
 """vmap of the two primitives: a batch of calls is one call with more groups, where its rows can be laid end to end.
 
 Every call of the batch has its groups and, so that the rows past its last group belong to none, a last one without an
-expert. Weights that are not batched are shared by way of `experts`, and not copied. Needed are batched rows of `a`, or of
-x and y (the narrower of which is repeated if it is not), and extents within the contract's limits; else, and where arrays
-of a tuple are batched, the calls run one after the other in a loop.
+expert. Weights that are not batched are shared by way of `experts`, and not copied; rows that are not are repeated, so that
+XLA, which would gather what a loop takes slices of, can leave sharded weights where they are. Where arrays of a tuple are
+batched, or extents pass the contract's limits, the calls run one after the other in a loop.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ def _batch_gemm(operands, dims, *, call):
     size, operands = _leading(operands, dims)
     batched = call.split([dim is not None for dim in dims])
     arrays_alone = call.weights == "tuple" and any(batched.b)
-    if batched.a and not arrays_alone and _fits(size, call):
+    if not arrays_alone and _fits(size, call):
         outputs = _flat_gemm(size, call, batched, call.split(operands))
     else:
         outputs = _loop(lambda *flat: grouped_gemm(call, call.split(flat)), operands, dims)
@@ -51,12 +51,7 @@ def _flat_gemm(size, call, batched, at):
 def _batch_wgrad(operands, dims, *, call):
     size, operands = _leading(operands, dims)
     batched = call.split([dim is not None for dim in dims])
-    wider = [
-        is_batched
-        for is_batched, columns in ((batched.x, call.n), (batched.y, call.k))
-        if columns == max(call.n, call.k)
-    ]
-    if any(wider) and _fits(size, call):
+    if _fits(size, call):
         d = _flat_wgrad(size, call, batched, call.split(operands))
     else:
         d = _loop(lambda *flat: grouped_wgrad(call, call.split(flat)), operands, dims)

@@ -271,8 +271,13 @@ def _output_dtype(name, dtype, default):
 
 def check_flag(name, value):
     if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"{name} must be True or False; got {value!r}; it is static, a choice of the kernel")
+        raise ValueError(f"{name} must be True or False; got {value!r}; it is static")
     return bool(value)
+
+
+def switched_on(text):
+    """By an environment variable, None where there is none."""
+    return (text or "").lower() not in ("", "0", "false", "off", "no")
 
 
 def _pair(name, value):
@@ -535,15 +540,25 @@ def no_mesh(found):
     )
 
 
+def cannot_partition(why):
+    return NotImplementedError(f"grouped_gemm cannot be in this program: {why}")
+
+
 def partly_manual(axes):
-    return NotImplementedError(
-        f"grouped_gemm in a jax.shard_map must have all axes of the mesh manual: XLA could only gather what others shard; "
-        f"got {_named(axes)} left automatic; leave axis_names out, or name them too"
+    return (
+        f"a jax.shard_map must make all axes of the mesh manual, as XLA could only gather what others shard; "
+        f"got {_named(axes)} left out; leave axis_names out, or name them too"
     )
 
 
-def no_partitioning_in_export():
+NO_PARTITIONING_IN_EXPORT = (
+    "an export for several devices must not leave the partitioning to XLA, as the rule for it is Python, which stays in this "
+    "process; call it on each device's part inside jax.shard_map, or export the program for one device"
+)
+
+
+def debugged_on_one():
     return NotImplementedError(
-        "grouped_gemm on several devices cannot be exported where XLA is to partition it: its rule is Python, which stays in "
-        "this process; call it on each device's part inside jax.shard_map, or export the program for one device"
+        "JAX_GROUPED_GEMM_DEBUG=1 cannot check a program that XLA partitions over several devices: where one fails, the others "
+        "wait for it; unset it, or call grouped_gemm on each device's part inside jax.shard_map"
     )

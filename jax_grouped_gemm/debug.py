@@ -10,15 +10,17 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
-from jax_grouped_gemm import contract
+from jax_grouped_gemm import contract, partitioning
 
 SWITCH = "JAX_GROUPED_GEMM_DEBUG"
 
 
 def enabled():
     """Whether a call that is traced now checks its offsets on the device."""
-    return os.environ.get(SWITCH, "") not in ("", "0")
+    return contract.switched_on(os.environ.get(SWITCH))
 
 
 def checked(check, groups, m, operand):
@@ -36,10 +38,27 @@ def checked(check, groups, m, operand):
             groups + nothing,
         )  # of the types of `state`: in a shard_map, a callback's result varies over no axis
 
+    groups = _here_p.bind(groups)
     # A loop that ends at once, for want of a conditional that JAX would batch: a bad entry takes one turn. Its result goes
     # on to the call, so that nothing between the two is free to drop the check.
     _, groups = lax.while_loop(lambda state: state[0], fail, (_in_any(check, groups, m), groups))
     return groups
+
+
+# Its operand: where the program is lowered, it refuses one that a failure on one device would leave hanging.
+_here_p = Primitive("debugged_groups")
+_here_p.def_impl(lambda groups: groups)
+_here_p.def_abstract_eval(lambda groups: groups)
+batching.primitive_batchers[_here_p] = lambda operands, dims: (_here_p.bind(*operands), dims[0])
+
+
+def _lower_here(ctx, groups):
+    if partitioning.is_automatic(ctx.module_context):
+        raise contract.debugged_on_one()
+    return [groups]
+
+
+mlir.register_lowering(_here_p, _lower_here)
 
 
 def _in_any(check, groups, m):

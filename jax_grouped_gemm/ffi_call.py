@@ -24,9 +24,11 @@ grouped_gemm_p.multiple_results = True
 
 def grouped_gemm(call, operands):
     """[D] or [D, C], both (M, N), for `calls.Operands`."""
+    rule, flat = partitioning.Gemm(call), call.flat(operands)
     if call.empty:
-        return [jnp.zeros((call.m, call.n), dtype) for dtype in call.output_dtypes]
-    return partitioning.bind(grouped_gemm_p, partitioning.Gemm(call), call.flat(operands))
+        results = [jax.ShapeDtypeStruct((call.m, call.n), jnp.dtype(dtype)) for dtype in call.output_dtypes]
+        return partitioning.zeros(results, rule, flat)
+    return partitioning.bind(grouped_gemm_p, rule, flat)
 
 
 @grouped_gemm_p.def_abstract_eval
@@ -189,6 +191,7 @@ def register(primitive, implementation, rule=None):
 
     def lowering(platform):
         def lower(ctx, *operands, call):
+            ctx = meshes.in_context(ctx)
             run = functools.partial(implementation, platform, call=call)
             if rule is not None and partitioning.is_automatic(ctx.module_context):
                 run = functools.partial(partitioning.automatic, primitive, rule(call))

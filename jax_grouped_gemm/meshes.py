@@ -3,6 +3,7 @@
 What versions of JAX spell differently is here.
 """
 
+import dataclasses
 import functools
 import importlib
 
@@ -117,6 +118,20 @@ def lower(function, ctx, operands, multiple_results=True):
     plain = lambda avals: [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
     ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
     return mlir.lower_fun(without(function), multiple_results=multiple_results)(ctx, *operands)
+
+
+def in_context(ctx):
+    """The context of a lowering, with the mesh of the operands' types where it has none: that of a program whose only sharded
+    arrays are constants of it. Without it, XLA's shardings could not be told in names of axes.
+    """
+    context = ctx.module_context.axis_context
+    if getattr(context, "abstract_mesh", True) is not None:
+        return ctx
+    mesh = next((x.sharding.mesh for x in ctx.avals_in if not x.sharding.mesh.empty), None)
+    if mesh is None or mesh.size != context.num_devices:
+        return ctx
+    context = dataclasses.replace(context, abstract_mesh=mesh)
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
 
 
 # --- specs ------------------------------------------------------------------------------------------------------------

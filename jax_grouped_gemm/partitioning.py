@@ -10,6 +10,7 @@ mapped to its experts, and sums over devices around it.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -22,28 +23,47 @@ from jax_grouped_gemm import calls, contract, meshes, reference
 
 def bind(primitive, rule, operands):
     """The primitive's results for operands on any number of devices. rule: a `Gemm` or a `Wgrad`."""
+    return _computed(functools.partial(primitive.bind, call=rule.call), rule, operands)
+
+
+def zeros(results, rule, operands):
+    """Zeros of the types that its results would have, those as `jax.ShapeDtypeStruct`."""
+
+    def compute(*operands):
+        return [meshes.alike([jnp.zeros(x.shape, x.dtype), *operands])[0] for x in results]
+
+    return _computed(compute, rule, operands)
+
+
+def _computed(function, rule, operands):
     mesh, axes = meshes.explicit(rule.operands, operands)
     if mesh is None:
-        return primitive.bind(*meshes.alike(operands), call=rule.call)
+        return function(*meshes.alike(operands))
     result = rule.explicit(axes)
     specs = [meshes.spec_of(letters, result) for letters in rule.results]
-    return meshes.computed(lambda *xs: primitive.bind(*xs, call=rule.call), mesh, specs, operands)
+    return meshes.computed(function, mesh, specs, operands)
 
 
 def is_automatic(module_context):
     """Whether XLA partitions the program that is being lowered, at this place in it."""
+    why = why_not(module_context)
+    if why is not None:
+        raise contract.cannot_partition(why)
+    context = module_context.axis_context
+    return getattr(context, "manual_axes", None) is None and getattr(context, "num_devices", 1) > 1
+
+
+def why_not(module_context):
+    """Why there is no rule for a call at this place in the program; None where there is one, or none is needed."""
     context = module_context.axis_context
     manual = getattr(context, "manual_axes", None)
     if manual is not None:
         left = [name for name, size in context.mesh.shape.items() if size > 1 and name not in manual]
-        if left:  # XLA aborts the process where a rule of custom_partitioning has it move anything there
-            raise contract.partly_manual(left)
-        return False
-    if getattr(context, "num_devices", 1) == 1:
-        return False
-    if module_context.lowering_parameters.for_export:
-        raise contract.no_partitioning_in_export()
-    return True
+        # XLA aborts the process where a rule of custom_partitioning has it move anything there.
+        return contract.partly_manual(left) if left else None
+    if getattr(context, "num_devices", 1) > 1 and module_context.lowering_parameters.for_export:
+        return contract.NO_PARTITIONING_IN_EXPORT
+    return None
 
 
 def automatic(primitive, rule, *operands):

@@ -72,12 +72,13 @@ def ragged_dot_general(
     batched products, whatever the sizes; with an offset, batches of the groups before it are zero.
     """
     lhs, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
+    group_sizes, group_offset = _wide_enough(group_sizes), _wide_enough(group_offset)
     numbers = ragged_dot_dimension_numbers
     precision = canonicalize_precision(precision)
     output = precision, preferred_element_type
     if group_offset is not None:
         group_offset = contract.check_group_offset(jnp.asarray(group_offset))
-    dtype = _check(lhs, rhs, group_sizes, numbers, output, group_offset is not None)
+    dtype = _check(lhs, rhs, group_sizes, numbers, output, group_offset is not None, out_sharding)
     if out_sharding is not None:
         plan: Any = "out_sharding is given"
     else:
@@ -89,7 +90,15 @@ def ragged_dot_general(
     return _of_jax(lhs, rhs, group_sizes, numbers, output, group_offset, out_sharding)
 
 
-def _check(lhs, rhs, group_sizes, numbers, output, offset):
+def _wide_enough(x):
+    """Sums of sizes, and the number of rows, need more bits than some integers have."""
+    if x is None or not jnp.issubdtype(jnp.asarray(x).dtype, np.integer):
+        return x
+    x = jnp.asarray(x)
+    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+
+
+def _check(lhs, rhs, group_sizes, numbers, output, offset, out_sharding):
     """As JAX does, which knows of no groups elsewhere. Returns the result's dtype."""
     precision, preferred = output
     if offset and len(numbers.rhs_group_dimensions) == 1 and group_sizes.ndim:
@@ -99,7 +108,13 @@ def _check(lhs, rhs, group_sizes, numbers, output, offset):
         shape[group_dim] = group_sizes.shape[-1]
         rhs = jax.ShapeDtypeStruct(shape, rhs.dtype)
     product = functools.partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, precision=precision)
-    return jax.eval_shape(functools.partial(product, preferred_element_type=preferred), lhs, rhs, group_sizes).dtype
+    product = functools.partial(product, preferred_element_type=preferred, **_sharded(out_sharding))
+    return jax.eval_shape(product, lhs, rhs, group_sizes).dtype
+
+
+def _sharded(out_sharding):
+    """As an argument of JAX's, which older versions lack."""
+    return {} if out_sharding is None else {"out_sharding": out_sharding}
 
 
 def reduce(lhs, rhs, group_sizes, numbers, precision, output_dtype, offset):
@@ -279,9 +294,8 @@ def _groups(dims, group_sizes, group_offset, experts):
     Each prefix has a group without an expert before its first one if there is an offset, and one behind its last one unless it is the only prefix.
     """
     prefixes, local = experts.shape
-    sizes = jnp.broadcast_to(
-        jnp.clip(group_sizes, 0, dims.rows).astype(jnp.int32), (*dims.prefixes, group_sizes.shape[-1])
-    )
+    sizes = jnp.clip(_wide_enough(group_sizes), 0, dims.rows).astype(jnp.int32)
+    sizes = jnp.broadcast_to(sizes, (*dims.prefixes, group_sizes.shape[-1]))
     sizes = sizes.reshape(prefixes, group_sizes.shape[-1])
     ends = jax.vmap(functools.partial(reference.ends_of, m=dims.rows))(sizes)
     if group_offset is not None:
@@ -302,7 +316,7 @@ def _groups(dims, group_sizes, group_offset, experts):
 def _of_jax(lhs, rhs, group_sizes, numbers, output, group_offset, out_sharding):
     """JAX's own product; what it lacks, the group offset, by masks around it."""
     precision, preferred = output
-    sharded = {} if out_sharding is None else {"out_sharding": out_sharding}
+    sharded = _sharded(out_sharding)
 
     def product(lhs, rhs):
         if _mode(numbers) == "batch":  # what JAX lowers it to, with derivatives, which it lacks for its own name

@@ -13,9 +13,13 @@ grouped_wgrad_p.multiple_results = True
 
 def grouped_wgrad(call, operands):
     """D (L, N, K) for `calls.WgradOperands`."""
-    if call.empty:
-        return jnp.zeros((call.l, call.n, call.k), call.d_dtype) if operands.total is None else operands.total
-    (d,) = partitioning.bind(grouped_wgrad_p, partitioning.Wgrad(call), call.flat(operands))
+    rule, flat = partitioning.Wgrad(call), call.flat(operands)
+    if not call.empty:
+        (d,) = partitioning.bind(grouped_wgrad_p, rule, flat)
+        return d
+    if operands.total is not None:
+        return operands.total
+    (d,) = partitioning.zeros([jax.ShapeDtypeStruct((call.l, call.n, call.k), jnp.dtype(call.d_dtype))], rule, flat)
     return d
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,6 +62,51 @@ def test_for_a_while():
             assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == []
         assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == [library.FORWARD]
     assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == []
+
+
+def test_entered_later_and_again():
+    context = jgg.accelerate()
+    jgg.accelerate(False)
+    for _ in range(2):
+        with context:
+            assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == [library.FORWARD]
+        assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == []
+
+
+@pytest.mark.parametrize("on", ["1", 2, None, jax.lax.ragged_dot])
+def test_neither_on_nor_off(on):
+    with pytest.raises(ValueError, match="on must be True or False; got"):
+        jgg.accelerate(on)
+    assert not acceleration.active()
+
+
+@pytest.mark.parametrize("text", ["", "0", "false", "False", "off", "no"])
+def test_environment_says_no(monkeypatch, text):
+    monkeypatch.setenv(acceleration.SWITCH, text)
+    assert not acceleration.enabled_by_environment()
+    monkeypatch.setenv(acceleration.SWITCH, "true")
+    assert acceleration.enabled_by_environment()
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="fewer than 8 CPU devices")
+def test_programs_without_a_rule_stay_with_jax(caplog):
+    """A shard_map over some axes, and an export that leaves the partitioning to XLA."""
+    caplog.set_level(logging.WARNING, "jax_grouped_gemm")
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("x", "y"))
+    spec = jax.sharding.PartitionSpec
+    part = jax.shard_map(
+        lambda *x: jax.lax.ragged_dot(*x), mesh=mesh, in_specs=spec(), out_specs=spec(), axis_names={"x"},
+        check_vma=False,
+    )  # fmt: skip
+    with jgg.accelerate():
+        assert custom_calls(part, *OPERANDS) == []
+    assert "a jax.shard_map must make all axes of the mesh manual" in caplog.text
+    sharding = jax.sharding.NamedSharding(mesh, spec("x"))
+    of_rows = jax.jit(lambda *x: jax.lax.ragged_dot(*x), in_shardings=(sharding, None, None))
+    with jgg.accelerate():
+        exported = jax.export.export(of_rows, platforms=["cuda"])(*OPERANDS)
+    assert "jax_grouped_gemm" not in exported.mlir_module()
+    assert "an export for several devices must not leave the partitioning to XLA" in caplog.text
 
 
 def test_undoing_restores_what_jax_had():

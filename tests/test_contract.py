@@ -171,10 +171,10 @@ WRONG_CALLS = {
         {"c_dtype": "float32"},
         "c_dtype must be None where C is no output; got 'float32'; pass generate_c=True for C",
     ),
-    "generate_c": ({"generate_c": 1}, "generate_c must be True or False; got 1; it is static, a choice of the kernel"),
+    "generate_c": ({"generate_c": 1}, "generate_c must be True or False; got 1; it is static"),
     "use_dynamic_sched": (
         {"use_dynamic_sched": "yes"},
-        "use_dynamic_sched must be True or False; got 'yes'; it is static, a choice of the kernel",
+        "use_dynamic_sched must be True or False; got 'yes'; it is static",
     ),
     "overlap_margin": (
         {"overlap_margin": -1},

@@ -313,6 +313,26 @@ def test_arguments_as_for_jax(sizes, precision):
     np.testing.assert_array_equal(np.asarray(got), np.where(np.arange(10)[:, None] < 7, 16, 0) * np.ones((1, 8)))
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint16, np.uint32])
+@pytest.mark.parametrize("rows", [256, 300, 40000])
+@pytest.mark.parametrize("operands", [jnp.bfloat16, jnp.float32])
+def test_integers_narrower_than_the_number_of_rows(dtype, rows, operands):
+    sizes = jnp.array([100, 20, 30], dtype)
+    lhs, rhs = jnp.ones((rows, 8), operands), jnp.stack([i * jnp.ones((8, 8), operands) for i in (1, 2, 3)])
+    want = np.repeat([8, 16, 24, 0], [100, 20, 30, rows - 150])
+    if operands == jnp.bfloat16:  # JAX's own may be wrong
+        np.testing.assert_array_equal(jgg.ragged_dot(lhs, rhs, sizes)[:, 0].astype(int), want)
+    offset = jnp.array([1], dtype)
+    got = jgg.ragged_dot(lhs, rhs[1:], sizes, group_offset=offset)
+    np.testing.assert_array_equal(got[:, 0].astype(int), np.where(np.arange(rows) < 100, 0, want))
+
+
+def test_many_groups_with_a_narrow_offset():
+    lhs, rhs = jnp.ones((300, 8), jnp.bfloat16), jnp.ones((1, 8, 8), jnp.bfloat16)
+    got = jgg.ragged_dot(lhs, rhs, jnp.ones(300, jnp.int32), group_offset=jnp.array([200], jnp.uint8))
+    np.testing.assert_array_equal(np.flatnonzero(got[:, 0]), [200])
+
+
 def test_errors():
     lhs, rhs, sizes = jnp.ones((10, 16), jnp.bfloat16), jnp.ones((2, 16, 8), jnp.bfloat16), jnp.array([4, 3])
     with pytest.raises(TypeError):

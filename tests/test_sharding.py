@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import math
 import os
 import re
@@ -420,6 +421,37 @@ def test_refused_tuples(mesh, partitioner):
         jax.jit(lambda a, b: grouped_gemm(a, b, offsets=case.offsets))(put(mesh, case.a, P()), b)
 
 
+@pytest.mark.parametrize("batched", ["b", "a and b"])
+def test_a_batch_that_is_sharded(mesh, partitioner, batched):
+    """Of weights, which stay where they are; rows are gathered."""
+    case = make(poison=False)
+    a, b = jnp.asarray(case.a), jnp.stack([jnp.asarray(case.b)] * 8)
+    axes = (None, 0)
+    if batched == "a and b":
+        a, axes = jnp.stack([a] * 8), (0, 0)
+    run = jax.vmap(lambda a, b: grouped_gemm(a, b, offsets=case.offsets), axes)
+    gradient = jax.grad(lambda a, b: run(a, b).astype(jnp.float32).sum(), (0, 1))
+    arrays = put(mesh, a, P()), put(mesh, b, P(("x", "y")))
+    for function in (run, gradient):
+        compiled = jax.jit(function).lower(*arrays).compile()
+        for operation, shape in collectives(compiled.as_text()):
+            assert operation in ("all-reduce", "reduce-scatter") or math.prod(shape) < b.size, (operation, shape)
+        for got, want in zip(jax.tree.leaves(compiled(*arrays)), jax.tree.leaves(function(a, b)), strict=True):
+            np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_the_debug_switch_is_refused(axis_type, monkeypatch):
+    """A failure on one device would leave the others waiting."""
+    monkeypatch.setenv("JAX_GROUPED_GEMM_DEBUG", "1")
+    mesh = make_mesh(axis_types=(jax.sharding.AxisType[axis_type],) * 2)
+    case = make(poison=False)
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="cannot check a program that XLA partitions"):
+        jax.jit(lambda a, b, offsets: grouped_gemm(a, b, offsets=offsets))(
+            put(mesh, case.a, P("x")), put(mesh, case.b, P()), put(mesh, case.offsets, P())
+        )
+
+
 def test_refused_in_a_shard_map_over_some_axes(mesh):
     case = make()
     run = jax.jit(
@@ -428,7 +460,7 @@ def test_refused_in_a_shard_map_over_some_axes(mesh):
             mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"x"},
         )
     )  # fmt: skip
-    with pytest.raises(NotImplementedError, match="must have all axes of the mesh manual.*got 'y' left automatic"):
+    with pytest.raises(NotImplementedError, match="must make all axes of the mesh manual.*got 'y' left out"):
         run(case.a, case.b)
 
 
@@ -674,6 +706,39 @@ def test_explicit_axes(layout, kind, in_context):
         assert_gradients(got, case, outputs)
 
 
+def test_explicit_axes_of_constants(partitioner):
+    """No argument of the program is sharded: XLA's shardings name no axes, the types do."""
+    case = make()
+    mesh = explicit_mesh()
+    with set_mesh(mesh):
+        a, b, offsets = put(mesh, case.a, P("x")), put(mesh, case.b, P(None, "y")), put(mesh, case.offsets, P())
+        oracle.check(jax.jit(lambda: grouped_gemm(a, b, offsets=offsets))(), case)
+        linear = lambda a: grouped_gemm(a, b, offsets=offsets).astype(jnp.float32).sum()
+        got = jax.jit(jax.grad(linear))(a)  # of which nothing is used
+        assert got.sharding.is_equivalent_to(a.sharding, 2)
+        want = jax.grad(lambda a: grouped_gemm(a, case.b, offsets=case.offsets).astype(jnp.float32).sum())(
+            jnp.asarray(case.a)
+        )
+        np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=0.1)
+
+
+def test_empty_results_have_the_types_of_others(mesh):
+    of_explicit = explicit_mesh()
+    with set_mesh(of_explicit):
+        a = put(of_explicit, jnp.zeros((8, 0), jnp.bfloat16), P("x"))
+        b = put(of_explicit, jnp.zeros((3, 16, 0), jnp.bfloat16), P(None, "y"))
+        d = jax.jit(lambda a, b: grouped_gemm(a, b, offsets=jnp.array([2, 2, 7])))(a, b)
+        assert jax.typeof(d).sharding.spec == P("x", "y")
+
+    def local(a):
+        b = jnp.zeros((0, 16, 32), jnp.bfloat16)
+        step = lambda carry, _: (grouped_gemm(a, b, offsets=jnp.zeros(0, jnp.int32)), None)
+        return jax.lax.scan(step, a[:, :16], None, 2)[0]
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+    assert not run(jnp.ones((8, 32), jnp.bfloat16)).any()
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_wgrad_on_explicit_axes(accumulate):
     case = oracle.make_wgrad_case(np.random.default_rng(6), L, M, N, K, accumulate=accumulate)
@@ -787,6 +852,17 @@ def test_ragged_dot_in_a_shard_map(mesh, ragged_dot):
     )
 
 
+@pytest.mark.skipif("out_sharding" not in inspect.signature(jax.lax.ragged_dot).parameters, reason="this JAX has none")
+def test_out_sharding_of_ragged_dot_is_jaxs():
+    mesh = explicit_mesh()
+    operands = [put(mesh, x, P()) for x in ragged_operands()]
+    with set_mesh(mesh):
+        got = jax.jit(functools.partial(ragged.ragged_dot, out_sharding=P("x", None)))(*operands)
+        want = jax.jit(functools.partial(jax.lax.ragged_dot, out_sharding=P("x", None)))(*operands)
+    assert jax.typeof(got).sharding.spec == P("x", None)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_ragged_dot_of_the_experts_here(mesh):
     def local(lhs, rhs, sizes):
         first = jax.lax.axis_index("x") * rhs.shape[0]
@@ -894,6 +970,6 @@ def test_automatic_partitioning_is_not_exported(mesh):
     case = make()
     operands = [put(mesh, x, spec) for x, spec in ((case.a, P("x")), (case.b, P()), (case.offsets, P()))]
     with pytest.raises(
-        NotImplementedError, match="its rule is Python.*inside jax.shard_map, or export the program for one"
+        NotImplementedError, match="the rule for it is Python.*inside jax.shard_map, or export the program for one"
     ):
         jax.export.export(jax.jit(lambda a, b, offsets: grouped_gemm(a, b, offsets=offsets)))(*operands)
