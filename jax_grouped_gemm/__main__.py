@@ -1,4 +1,4 @@
-"""`python -m jax_grouped_gemm info [--json]`: what is installed, what this machine has, what a call would use."""
+"""`python -m jax_grouped_gemm [info] [--json]`: what is installed, what this machine has, what a call would use."""
 
 import argparse
 
@@ -7,9 +7,8 @@ from jax_grouped_gemm import info
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m jax_grouped_gemm", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("info", help="versions, devices, kernels, and which implementation a call would use")
-    command.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("command", nargs="?", choices=["info"], default="info")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
     arguments = parser.parse_args()
     print(info.as_json() if arguments.json else info.as_text())
 

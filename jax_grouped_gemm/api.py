@@ -34,8 +34,9 @@ def grouped_gemm(
         with bias:     C = alpha[g] * a @ b[g].T + prob[:, None] * bias[g]      D = C
 
     in FP32, from which D and C are each rounded once, to their own dtypes. Rows at or past the last offset are exactly
-    zero in both, whatever `a` and `prob` hold there. Groups may be empty and need no alignment. Works under `jax.jit` and eagerly; the
-    implementation is chosen per platform when the traced program is lowered.
+    zero in both, whatever `a` and `prob` hold there. Groups may be empty and need no alignment. Works under `jax.jit` and
+    eagerly; the implementation is chosen per platform when the traced program is lowered. What is no array is static: jit a
+    function of yours that passes it, or `functools.partial(grouped_gemm, b_major="n")`.
 
     Args:
       a: (M, K) bfloat16, rows sorted by expert.
@@ -82,14 +83,17 @@ def grouped_gemm(
       jax.errors.JaxRuntimeError: with the environment variable JAX_GROUPED_GEMM_DEBUG=1 when a call is traced, its
         values are checked on the device each time it runs, and a bad entry fails the program, as late as the result is
         waited for, with the text of the ValueError. For finding mistakes: the check waits for the values, and the
-        program cannot be exported or lowered for another platform. Unset, or 0, it costs nothing.
+        program cannot be exported, lowered for another platform, partitioned by XLA over several devices, or
+        differentiated through a `jax.checkpoint` around the call. Unset, or 0, it costs nothing.
       RuntimeError: this machine cannot run the implementation asked for; the message says why.
       NotImplementedError: a jax.shard_map over some axes of the mesh only; an export of a program that XLA partitions.
 
     Differentiable, in both modes and to any order, with respect to `a`, `b`, `alpha`, `prob` and `bias`; weights behind
     `b_ptrs` are constants. Gradients are made by the same kernels, and only those that are asked for, from operands
     alone: of `a` by one product, which those of `alpha` and (without bias) `prob` share, and of `b` by
-    `grouped_gemm_wgrad`. The cotangents of D and C are rounded to bfloat16 for them, combined first if both are used.
+    `grouped_gemm_wgrad`. The cotangents of D and C are rounded to bfloat16 for them, combined first if both are used. So are
+    `prob` times an operand, for the gradient of `b`, and the shared product, unless that of `a` is not asked for. The
+    gradients of a tuple's arrays are slices of one array, which are copied out of it.
     Where rows are zero, whatever their operands hold, so are the gradients. Kernels of the backward pass have the
     `implementation`, `use_dynamic_sched` and `overlap_margin` of this call, and tiles that the package chooses.
 

@@ -156,10 +156,10 @@ def _wgrad_dtype(options, total, default, shape):
         check_one_of("d_dtype", d_dtype, list(dict(config.WGRAD_RESULTS)))
         return d_dtype
     if total.shape != shape:
-        symbols = "(L, N, K)" if options.d_major == "k" else "(L, K, N)"
-        raise ValueError(
-            f"accumulate_into must be {symbols} = {shape}; got {total.shape}; pass what an earlier call returned"
-        )
+        symbols, other = ("(L, N, K)", "n") if options.d_major == "k" else ("(L, K, N)", "k")
+        transposed = total.ndim == 3 and total.shape == (shape[0], shape[2], shape[1])
+        remedy = f'pass d_major="{other}" for that' if transposed else "pass what an earlier call returned"
+        raise ValueError(f"accumulate_into must be {symbols} = {shape}; got {total.shape}; {remedy}")
     check_dtype("accumulate_into", total, "float32")
     if d_dtype != "float32":
         raise ValueError(
@@ -424,7 +424,8 @@ def no_kernels(why):
 
 def kernels_unavailable(why):
     return RuntimeError(
-        f'the GPU kernels cannot be used: {why}; pass implementation="reference" for plain JAX (slow on a GPU)'
+        f'the GPU kernels cannot be used: {why}; pass implementation="reference" to grouped_gemm for plain JAX (slow on a '
+        "GPU), or leave jax.lax.ragged_dot to JAX with accelerate(False)"
     )
 
 

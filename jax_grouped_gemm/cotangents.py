@@ -89,7 +89,7 @@ def _of_rows(call, wanted, at, g):
     """The cotangents of a, alpha and prob, all made of the product of g and the weights, as they are wanted.
 
     Where a's alone is wanted, the kernel scales. Else the factors whose cotangents are wanted come after the product,
-    which is rounded before; alpha's too, as it may be zero.
+    which is rounded before, as a's is; alpha's too, as it may be zero.
     """
     after_alpha, after_prob = bool(wanted.alpha), bool(wanted.alpha or wanted.prob)
     dgrad = calls.Call(
@@ -99,7 +99,7 @@ def _of_rows(call, wanted, at, g):
         call.l,
         "n" if call.b_major == "k" else "k",
         call.weights,
-        "bfloat16",
+        "bfloat16" if wanted.a else "float32",
         has_alpha=call.has_alpha and not after_alpha,
         has_prob=call.has_prob and not after_prob,
         mapped_groups=call.mapped_groups,

@@ -8,7 +8,7 @@ import jax
 import jaxlib
 
 import jax_grouped_gemm
-from jax_grouped_gemm import config, ffi_call, library
+from jax_grouped_gemm import acceleration, config, ffi_call, library
 
 
 def collect():
@@ -24,6 +24,7 @@ def collect():
         "library": _library(),
         "devices": _devices(),
         "implementation": _implementation(),
+        "ragged_dot_accelerated": acceleration.active(),
     }
 
 
@@ -107,6 +108,10 @@ def as_text():
     lines += ["devices", *map(_device_line, facts["devices"])]
     choice = facts["implementation"]
     lines += [f"a call would use: {choice['name'] or 'nothing, it would fail'} ({choice['why']})"]
+    accelerated = (
+        "accelerated on CUDA" if facts["ragged_dot_accelerated"] else f"JAX's own ({acceleration.SWITCH} is not 1)"
+    )
+    lines += [f"jax.lax.ragged_dot: {accelerated}"]
     return "\n".join(lines)
 
 
@@ -124,7 +129,10 @@ def _build_lines(build):
         return ["  none: nothing was built"]
     lines = [f"  build {build['build_id']}, CUTLASS DSL {build['dsl_version'] or 'unknown'}"]
     for arch in build["architectures"].values():
-        kinds = f"{arch['forward_kernels']} of them forward, {arch['wgrad_kernels']} for weight gradients"
+        others = arch["kernels"] - arch["forward_kernels"] - arch["wgrad_kernels"]
+        kinds = (
+            f"{arch['forward_kernels']} forward, {arch['wgrad_kernels']} for weight gradients, {others} for tensor maps"
+        )
         lines.append(f"  {arch['target']}: {arch['kernels']} kernels, {kinds}")
         lines += [f"    {tile}" for tile in arch["tiles"]]
     return lines

@@ -31,7 +31,7 @@ def ragged_dot(
       lhs: (M, K), rows sorted by group.
       rhs: (G, K, N). With `group_offset`, the matrices of as many groups from that one on.
       group_sizes: (G,) integers, rows of each group; with `group_offset`, of more groups than `rhs` has matrices, if the
-        others are elsewhere (expert parallelism).
+        others are elsewhere (expert parallelism). A negative one counts as 0, of which JAX's own makes something else.
       precision: as in `jax.lax.dot`. Products of bfloat16 are exact, and added in float32, whatever it is.
       preferred_element_type: of the result; that of the operands by default.
       group_offset: (1,) or () integer, the group that `rhs[0]` belongs to; rows of groups that have no matrix here are zero.

@@ -647,3 +647,24 @@ def test_kernels_of_the_backward_pass(monkeypatch):
         found = {part.split('"')[0] for part in line.split('= "sm')[1:]}
         assert {f"sm{name}" for name in found} <= names
         assert len(found) == len(config.TILES)  # the wish, for one architecture's tile, was for the forward pass
+
+
+def test_alpha_and_prob_without_the_rows_are_of_a_float32_product(rng):
+    """With the rows' gradient they share its product, which is rounded to bfloat16."""
+    case = oracle.make_case(rng, 3, 40, 64, 128, offsets=[10, 25, 40])
+    arrays = case.arguments()
+    a, b, alpha, prob, offsets = (arrays[name] for name in ("a", "b", "alpha", "prob", "offsets"))
+
+    def total(a, alpha, prob):  # whose cotangent, ones, is exact
+        return grouped_gemm(a, b, offsets=offsets, alpha=alpha, prob=prob, d_dtype="float32").sum()
+
+    group = np.repeat([0, 1, 2], [10, 15, 15])
+    products = np.einsum("mk,mnk->m", np.asarray(a, np.float64), np.asarray(b, np.float64)[group])
+    of_prob = products * np.asarray(alpha, np.float64)[group]
+    of_alpha = np.bincount(group, products * np.asarray(prob, np.float64))
+    exact = jax.jit(jax.grad(total, (1, 2)))(a, alpha, prob)
+    shared = jax.jit(jax.grad(total, (0, 1, 2)))(a, alpha, prob)[1:]
+    for got, rounded, want in zip(exact, shared, (of_alpha, of_prob), strict=True):
+        scale = np.abs(want).max()
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * scale)
+        np.testing.assert_allclose(rounded, want, rtol=0, atol=1e-2 * scale)

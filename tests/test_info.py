@@ -87,8 +87,8 @@ def test_kernels_per_architecture(built):
     text = info.as_text()
     assert "build abc, CUTLASS DSL 4.8.1" in text
     hopper, blackwell = (
-        "sm_90a: 4 kernels, 2 of them forward, 1 for weight gradients",
-        "sm_100f: 1 kernels, 1 of them forward, 0 for weight gradients",
+        "sm_90a: 4 kernels, 2 forward, 1 for weight gradients, 1 for tensor maps",
+        "sm_100f: 1 kernels, 1 forward, 0 for weight gradients, 0 for tensor maps",
     )
     assert text.index(hopper) < text.index(blackwell)
     assert text.count("mma_tiler_mn=(256, 256), cluster_shape_mn=(2, 1)") == 2
@@ -113,3 +113,11 @@ def test_import_needs_no_kernel_compiler_and_no_device():
         "assert not xla_bridge.backends_are_initialized()\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_whether_ragged_dot_is_accelerated():
+    assert "jax.lax.ragged_dot: JAX's own (JAX_GROUPED_GEMM_ACCELERATE is not 1)" in info.as_text()
+    command = [sys.executable, "-m", "jax_grouped_gemm", "--json"]
+    environment = os.environ | {"JAX_GROUPED_GEMM_ACCELERATE": "1"}
+    facts = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+    assert facts["ragged_dot_accelerated"] is True

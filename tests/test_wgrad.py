@@ -387,11 +387,11 @@ WRONG_CALLS = {
     "d_dtype": ({"d_dtype": "float16"}, "d_dtype must be one of 'bfloat16', 'float32'; got 'float16'"),
     "sum's shape": (
         {"accumulate_into": struct(4, 32, 16, dtype=jnp.float32)},
-        "accumulate_into must be (L, N, K) = (4, 16, 32); got (4, 32, 16); pass what an earlier call returned",
+        'accumulate_into must be (L, N, K) = (4, 16, 32); got (4, 32, 16); pass d_major="n" for that',
     ),
     "sum's shape, N-major": (
         {"accumulate_into": struct(4, 16, 32, dtype=jnp.float32), "d_major": "n"},
-        "accumulate_into must be (L, K, N) = (4, 32, 16); got (4, 16, 32); pass what an earlier call returned",
+        'accumulate_into must be (L, K, N) = (4, 32, 16); got (4, 16, 32); pass d_major="k" for that',
     ),
     "sum's dtype": (
         {"accumulate_into": struct(4, 16, 32)},
