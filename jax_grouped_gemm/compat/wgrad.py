@@ -37,15 +37,14 @@ def grouped_gemm_wgrad_wrapper_sm100(
     The number of tokens and every offset are multiples of 256, and the tile is given. Everything else is as there, and
     RuntimeError on other devices.
     """
-    strided_wgrad.check_only_bfloat16(
+    operands = strided_wgrad.Tensors(a_tensor, b_tensor, offsets_tensor, wgrad_tensor)
+    options = _options(acc_dtype, wgrad_dtype, mma_tiler_mn, cluster_shape_mn, accumulate_on_output, input_order)
+    return _call(
+        SM100, operands, options, current_stream, output_mode=output_mode, wgrad_ptrs=wgrad_ptrs,
         sfa_tensor=sfa_tensor, sfb_tensor=sfb_tensor, global_scale_a=global_scale_a, global_scale_b=global_scale_b,
         sf_vec_size=None if sf_vec_size == 16 else sf_vec_size, sf_fp8_dtype_override=sf_fp8_dtype_override,
         descriptor_workspace=descriptor_workspace,
     )  # fmt: skip
-    strided_wgrad.check_dense(output_mode, wgrad_ptrs)
-    operands = strided_wgrad.Tensors(a_tensor, b_tensor, offsets_tensor, wgrad_tensor)
-    options = _options(acc_dtype, wgrad_dtype, mma_tiler_mn, cluster_shape_mn, accumulate_on_output, input_order)
-    return _call(SM100, operands, options, current_stream)
 
 
 def grouped_gemm_wgrad_wrapper(
@@ -108,17 +107,16 @@ def grouped_gemm_wgrad_wrapper(
       RuntimeError: this machine, or the library, cannot.
       NotImplementedError: a torch operand requires a gradient, and torch records it.
     """
-    strided_wgrad.check_only_bfloat16(
-        sfa_tensor=sfa_tensor, sfb_tensor=sfb_tensor, global_scale_a=global_scale_a, global_scale_b=global_scale_b,
-        sf_vec_size=None if sf_vec_size == 16 else sf_vec_size, sf_fp8_dtype_override=sf_fp8_dtype_override,
-        descriptor_workspace=descriptor_workspace,
-    )  # fmt: skip
-    strided_wgrad.check_dense(output_mode, wgrad_ptrs)
     operands = strided_wgrad.Tensors(a_tensor, b_tensor, offsets_tensor, wgrad_tensor)
     options = _options(
         acc_dtype, wgrad_dtype, mma_tiler_mn, cluster_shape_mn, accumulate_on_output, input_order, overlap_margin
     )
-    return _call(NEUTRAL, operands, options, current_stream)
+    return _call(
+        NEUTRAL, operands, options, current_stream, output_mode=output_mode, wgrad_ptrs=wgrad_ptrs,
+        sfa_tensor=sfa_tensor, sfb_tensor=sfb_tensor, global_scale_a=global_scale_a, global_scale_b=global_scale_b,
+        sf_vec_size=None if sf_vec_size == 16 else sf_vec_size, sf_fp8_dtype_override=sf_fp8_dtype_override,
+        descriptor_workspace=descriptor_workspace,
+    )  # fmt: skip
 
 
 def grouped_gemm_wgrad_jax_sm100(
@@ -145,13 +143,12 @@ def grouped_gemm_wgrad_jax_sm100(
     `grouped_gemm_jax_sm100`.
     """
     del sf_vec_size
-    strided_wgrad.check_only_bfloat16(
-        sfa_tensor=sfa_tensor, sfb_tensor=sfb_tensor, global_scale_a=global_scale_a, global_scale_b=global_scale_b
-    )
-    strided_wgrad.check_dense("dense", wgrad_ptrs)
     operands = strided_wgrad.Tensors(a_tensor, b_tensor, offsets_tensor)
     options = _options(acc_dtype, wgrad_dtype, mma_tiler_mn, cluster_shape_mn, accumulate_on_output, input_order)
-    return _call(JAX_SM100, operands, options, None)
+    return _call(
+        JAX_SM100, operands, options, None, wgrad_ptrs=wgrad_ptrs,
+        sfa_tensor=sfa_tensor, sfb_tensor=sfb_tensor, global_scale_a=global_scale_a, global_scale_b=global_scale_b,
+    )  # fmt: skip
 
 
 def _options(acc_dtype, wgrad_dtype, mma_tiler_mn, cluster_shape_mn, accumulate, input_order, overlap_margin=None):
@@ -166,6 +163,8 @@ def _options(acc_dtype, wgrad_dtype, mma_tiler_mn, cluster_shape_mn, accumulate,
     )
 
 
-def _call(entry, operands, options, stream):
+def _call(entry, operands, options, stream, output_mode="dense", wgrad_ptrs=None, **of_scales):
+    strided_wgrad.check_only_bfloat16(**of_scales)
+    strided_wgrad.check_dense(output_mode, wgrad_ptrs)
     request = plan.request(entry, operands, options)
     return TupleDict(wgrad_tensor=request.framework.run_wgrad(plan.plan_for(request), operands, stream))
