@@ -247,6 +247,17 @@ def test_one_routing_for_a_batch(rng):
     np.testing.assert_array_equal(got, jnp.stack(want))
 
 
+def test_an_empty_batch(rng):
+    logits, x, mask = make(rng, masked=True)
+    routed = routing.top_k_route(logits, 2, mask=mask)
+    rows = jax.vmap(lambda x: routing.dispatch(x, routed))(jnp.zeros((0, *x.shape)))
+    assert rows.shape == (0, 22, 8)
+    assert jax.vmap(lambda rows: routing.combine(rows, routed))(rows).shape == (0, *x.shape)
+    both = jax.vmap(jax.grad(lambda logits, x: loss(logits, x, mask), (0, 1)))
+    got = both(jnp.zeros((0, *logits.shape)), jnp.zeros((0, *x.shape)))
+    assert [g.shape for g in got] == [(0, *logits.shape), (0, *x.shape)]
+
+
 @pytest.mark.parametrize(
     "wrapped", [jax.jit, jax.checkpoint, lambda f: lambda *y: jax.lax.scan(lambda c, _: (c, f(*y)), 0, None, 1)[1][0]]
 )
