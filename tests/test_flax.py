@@ -307,6 +307,37 @@ def test_what_goes_to_the_kernels(rng, monkeypatch, caplog, dtype, width, kernel
     assert_close(out, want, 2e-2 if dtype == "bfloat16" else 2e-3 if dtype == "float16" else 1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("jit", [False, True])
+def test_rows_past_the_groups_that_hold_nan(rng, dtype, use_bias, jit):
+    """Neither rows, factors nor cotangents of theirs are seen."""
+    sizes = jnp.asarray([2, 0, 5])
+    rows, prob = jnp.asarray(rng.standard_normal((9, D)), dtype), jnp.asarray(rng.random(9), jnp.float32)
+    kernel = jnp.asarray(rng.standard_normal((3, D, F)), dtype)
+    bias = jnp.asarray(rng.standard_normal((3, F)), dtype) if use_bias else None
+    operands = (rows, prob, kernel, bias)
+
+    def call(operands, tail):
+        function = lambda rows, prob, kernel, bias: functional.grouped_dense(rows, kernel, bias, sizes, prob)
+        out, transpose = jax.vjp(function, *operands)
+        return out, transpose(jnp.ones_like(out).at[7:].set(tail))
+
+    call = jax.jit(call) if jit else call
+    out, gradients = call((rows.at[7:].set(jnp.nan), prob.at[7:].set(jnp.nan), kernel, bias), jnp.nan)
+    assert not out[7:].any()
+    assert not any(gradient[7:].any() for gradient in gradients[:2])
+    jax.tree.map(np.testing.assert_array_equal, (out, gradients), call(operands, 0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sizes_past_the_rows_are_clamped_in_a_traced_program(rng, dtype):
+    rows, kernel = jnp.asarray(rng.standard_normal((9, D)), dtype), jnp.asarray(rng.standard_normal((3, D, F)), dtype)
+    bias, prob = jnp.asarray(rng.standard_normal((3, F)), dtype), jnp.asarray(rng.random(9), jnp.float32)
+    call = jax.jit(lambda sizes: functional.grouped_dense(rows, kernel, bias, sizes, prob))
+    np.testing.assert_array_equal(call(jnp.asarray([2, -3, 70])), call(jnp.asarray([2, 0, 7])))
+
+
 def test_float64(rng):
     with x64():
         rows, kernel = jnp.asarray(rng.standard_normal((5, D))), jnp.asarray(rng.standard_normal((2, D, F)))
@@ -448,6 +479,34 @@ def test_an_ensemble(rng):
         np.testing.assert_array_equal(got[i], layer.apply(jax.tree.map(lambda p, i=i: p[i], variables), x))
 
 
+def test_an_empty_batch(rng):
+    layer = linen.MoEMLP(E, F, 2, dtype=jnp.bfloat16)
+    variables = layer.init(jax.random.key(0), tokens(rng, 6))
+    assert jax.vmap(layer.apply, (None, 0))(variables, jnp.zeros((0, 6, D))).shape == (0, 6, D)
+
+
+def explicit(x, *spec):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2], axis_types=(jax.sharding.AxisType.Explicit,))
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+
+
+def test_rows_sharded_over_explicit_axes(rng):
+    rows, prob = tokens(rng, 8, dtype=jnp.bfloat16), jnp.asarray(rng.random(8), jnp.float32)
+    kernel, bias = jnp.asarray(rng.standard_normal((3, D, F)), jnp.bfloat16), jnp.ones((3, F), jnp.bfloat16)
+    sizes = jnp.asarray([2, 0, 5])
+    want = functional.grouped_dense(rows, kernel, bias, sizes, prob)
+    out = functional.grouped_dense(explicit(rows, "x"), explicit(kernel), explicit(bias), sizes, explicit(prob, "x"))
+    assert jax.typeof(out).sharding.spec[0] == "x"
+    np.testing.assert_array_equal(out, want)
+
+
+@pytest.mark.parametrize("spec", [("x",), (None, "x"), ()])
+def test_tokens_on_a_mesh_with_explicit_axes(rng, spec):
+    layer = ours.MoEMLP(E, D, F, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match="top_k_route, dispatch and combine have no rule"):
+        layer(explicit(tokens(rng, 2, 4), *spec))
+
+
 def test_forward_mode(rng):
     layer = linen.MoEMLP(E, F, 2)
     x = tokens(rng, 6)
@@ -511,6 +570,68 @@ def test_training_of_nnx(rng):
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
+def test_lists_and_numpy_arrays(rng):
+    x, mask = tokens(rng, 5), jnp.arange(5) % 3 > 0
+    layer = ours.MoEMLP(E, D, F, 2, rngs=nnx.Rngs(0))
+    dense = linen.GroupedDense(E, F)
+    sizes, prob = jnp.asarray([2, 0, 3, 0]), jnp.asarray([1, 2, 3, 4, 5], jnp.float32)
+    variables = variables_of(dense, x, sizes)
+    for convert in (np.asarray, lambda x: np.asarray(x).tolist()):
+        np.testing.assert_array_equal(layer(convert(x), convert(mask)), layer(x, mask))
+        got = dense.apply(variables, convert(x), convert(sizes), convert(prob))
+        np.testing.assert_array_equal(got, dense.apply(variables, x, sizes, prob))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (jnp.asarray([2, 0, 2, 0]), "group_sizes must be non-negative with a sum of at most M = rows.shape[0] = 3"),
+        (jnp.asarray([2, -1, 2, 0]), "got group_sizes[1] = -1"),
+        (jnp.asarray([1, 1, 1, 0], jnp.uint8), "group_sizes must be int32; got uint8; cast it"),
+        (jnp.asarray([1.0, 1.0, 1.0, 0.0]), "group_sizes must be int32; got float32; cast it"),
+        (np.asarray([1.0, 1.0, 1.0, 0.0]), "group_sizes must be int32; got float64; cast it"),
+        (jnp.zeros(5, jnp.int32), "group_sizes must be (E,) = (4,); got (5,); pass the rows of each expert"),
+    ],
+)
+def test_group_sizes_are_checked_whatever_the_dtype(dtype, sizes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        functional.grouped_dense(jnp.zeros((3, D), dtype), jnp.zeros((E, D, F), dtype), None, sizes)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x, s: linen.MoEMLP(0, F, 1).init(jax.random.key(0), x), "num_experts must be a positive integer; got 0;"),
+        (lambda x, s: linen.MoEMLP(E, 0, 1).init(jax.random.key(0), x), "hidden_features must be a positive integer; got 0;"),
+        (lambda x, s: linen.MoEMLP(E, F, "2").init(jax.random.key(0), x), "k must be an integer from 1 to E = 4; got '2'"),
+        (lambda x, s: linen.MoEMLP(E, F, 1).init(jax.random.key(0), x[:, :0]), "inputs.shape[-1] must be a positive integer; got 0;"),
+        (lambda x, s: linen.GroupedDense(-1, F).init(jax.random.key(0), x, s), "num_experts must be a positive integer; got -1;"),
+        (lambda x, s: linen.GroupedDense(E, 0).init(jax.random.key(0), x, s), "features must be a positive integer; got 0;"),
+        (lambda x, s: linen.GroupedDense(E, F).init(jax.random.key(0), x[:, :0], s), "rows.shape[1] must be a positive integer; got 0;"),
+        (lambda x, s: linen.GroupedDense(E, F).init(jax.random.key(0), 1.0, s), "rows must be (M, in); got ()"),
+        (lambda x, s: ours.MoEMLP(0, D, F, 1, rngs=nnx.Rngs(0)), "num_experts must be a positive integer; got 0;"),
+        (lambda x, s: ours.MoEMLP(E, D, -8, 1, rngs=nnx.Rngs(0)), "hidden_features must be a positive integer; got -8;"),
+        (lambda x, s: ours.MoEMLP(E, 0, F, 1, rngs=nnx.Rngs(0)), "in_features must be a positive integer; got 0;"),
+        (lambda x, s: ours.GroupedDense(E, D, 0, rngs=nnx.Rngs(0)), "out_features must be a positive integer; got 0;"),
+        (lambda x, s: ours.GroupedDense(E, D, 8.0, rngs=nnx.Rngs(0)), "out_features must be a positive integer; got 8.0;"),
+        *((lambda x, s, k=k: ours.MoEMLP(E, D, F, k, rngs=nnx.Rngs(0)), f"k must be an integer from 1 to E = 4; got {k!r}")
+          for k in (0, 5, "2", True)),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_layer_has(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(jnp.zeros((3, D)), jnp.zeros(E, jnp.int32))
+
+
+def test_inputs_of_another_width_are_flax_s_error_in_linen():
+    """The parameters have the width, and Flax compares it before anything is computed."""
+    layer = linen.MoEMLP(E, F, 2)
+    variables = variables_of(layer, jnp.zeros((3, D)))
+    with pytest.raises(flax.errors.ScopeParamShapeError, match=re.escape("(8, 4)")):
+        layer.apply(variables, jnp.zeros((3, 8)))
+
+
 def variables_of(layer, *operands):
     return layer.init(jax.random.key(0), *operands)
 
@@ -526,6 +647,14 @@ def variables_of(layer, *operands):
         (lambda d, v, m, w: m.apply(w, jnp.zeros((2, 3, D)), jnp.ones((3, 2), bool)), "mask must be bool (2, 3), inputs.shape without D; got bool (3, 2)"),
         (lambda d, v, m, w: m.apply(w, jnp.zeros((3, D)), jnp.ones(3)), "mask must be bool (3,), inputs.shape without D; got float32 (3,)"),
         (lambda d, v, m, w: linen.MoEMLP(E, F, 5).init(jax.random.key(0), jnp.zeros((3, D))), "k must be an integer from 1 to E = 4; got 5"),
+        (lambda d, v, m, w: d.apply(v, jnp.zeros((3, D)), jnp.zeros(E, jnp.int32), 2.0), "prob must be (M,) = (3,); got ()"),
+        (lambda d, v, m, w: d.apply(v, jnp.zeros((3, D)), jnp.zeros(E, jnp.int32), "prob"), "prob must be a JAX or NumPy array; got str; convert it"),
+        (lambda d, v, m, w: m.apply(w, 1.0), "inputs must be (..., D); got (); pass a vector for each token"),
+        (lambda d, v, m, w: m.apply(w, [[1.0], []]), "inputs must be a JAX or NumPy array; got list; convert it"),
+        (lambda d, v, m, w: m.apply(w, jnp.zeros((3, D)), "mask"), "mask must be a JAX or NumPy array; got str; convert it"),
+        (lambda d, v, m, w: m.apply(w, jnp.zeros((2, D)), [1, 0]), "mask must be bool (2,), inputs.shape without D; got int32 (2,)"),
+        (lambda d, v, m, w: ours.MoEMLP(E, D, F, 2, rngs=nnx.Rngs(0))(jnp.zeros((3, 8))),
+         "inputs must be (..., D) with D = in_features = 16; got (3, 8); pass tokens of the width"),
         (lambda d, v, m, w: functional.grouped_dense(jnp.zeros((3, D)), jnp.zeros((E, D, F)), jnp.zeros(F), jnp.zeros(E, jnp.int32)), "bias must be (E, features) = (4, 24); got (24,)"),
     ],
 )  # fmt: skip

@@ -247,6 +247,17 @@ def test_one_routing_for_a_batch(rng):
     np.testing.assert_array_equal(got, jnp.stack(want))
 
 
+def test_an_empty_batch(rng):
+    logits, x, mask = make(rng, masked=True)
+    routed = routing.top_k_route(logits, 2, mask=mask)
+    rows = jax.vmap(lambda x: routing.dispatch(x, routed))(jnp.zeros((0, *x.shape)))
+    assert rows.shape == (0, 22, 8)
+    assert jax.vmap(lambda rows: routing.combine(rows, routed))(rows).shape == (0, *x.shape)
+    both = jax.vmap(jax.grad(lambda logits, x: loss(logits, x, mask), (0, 1)))
+    got = both(jnp.zeros((0, *logits.shape)), jnp.zeros((0, *x.shape)))
+    assert [g.shape for g in got] == [(0, *logits.shape), (0, *x.shape)]
+
+
 @pytest.mark.parametrize(
     "wrapped", [jax.jit, jax.checkpoint, lambda f: lambda *y: jax.lax.scan(lambda c, _: (c, f(*y)), 0, None, 1)[1][0]]
 )
@@ -295,10 +306,19 @@ split = NamedSharding(mesh, P("x"))
 same(function, function, jax.device_put(logits, split), jax.device_put(x, split))
 from jax_grouped_gemm.nn import routing
 explicit = NamedSharding(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,)), P("x"))
-try:
-    jax.jit(lambda x: routing.dispatch(x, routing.top_k_route(logits, 2)))(jax.device_put(x, explicit))
-except NotImplementedError as error:
-    print(error)
+columns, whole = (NamedSharding(explicit.mesh, spec) for spec in (P(None, "x"), P()))
+assert (routing.top_k_route(jax.device_put(logits, whole), 2).order == routing.top_k_route(logits, 2).order).all()
+mask = jax.device_put(jnp.ones(12, bool), explicit)
+for call in (
+    lambda: jax.jit(lambda x: routing.dispatch(x, routing.top_k_route(logits, 2)))(jax.device_put(x, explicit)),
+    lambda: routing.top_k_route(jax.device_put(logits, explicit), 2),
+    lambda: routing.top_k_route(jax.device_put(logits[:, :4], columns), 2),
+    lambda: routing.top_k_route(jax.device_put(logits, whole), 2, mask=mask),
+):
+    try:
+        call()
+    except NotImplementedError as error:
+        print(error)
 """
 
 
@@ -307,7 +327,8 @@ def test_several_devices():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
-    assert "dispatch and combine have no rule for operands on a mesh with explicit axes" in done.stdout
+    refused = "top_k_route, dispatch and combine have no rule for operands on a mesh with explicit axes"
+    assert done.stdout.count(refused) == 4
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -369,6 +390,22 @@ def test_losses_without_tokens(mask):
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
+def test_lists_and_numpy_arrays(rng):
+    logits, x, mask = make(rng, masked=True)
+    want = routing.top_k_route(logits, 2, mask=mask)
+    for convert in (np.asarray, lambda x: np.asarray(x).tolist()):
+        routed = routing.top_k_route(convert(logits), 2, mask=convert(mask))
+        jax.tree.map(np.testing.assert_array_equal, routed, want)
+        np.testing.assert_array_equal(routing.dispatch(convert(x), routed), routing.dispatch(x, want))
+        rows = jnp.ones((22, 8))
+        np.testing.assert_array_equal(routing.combine(convert(rows), routed), routing.combine(rows, want))
+        losses = lambda logits, mask: (
+            routing.load_balancing_loss(logits, want),
+            routing.router_z_loss(logits, mask=mask),
+        )
+        assert losses(convert(logits), convert(mask)) == losses(logits, mask)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -378,6 +415,12 @@ def test_losses_without_tokens(mask):
         (lambda r: routing.top_k_route(jnp.zeros((4, 3)), 0), "k must be an integer from 1 to E = 3; got 0; pass"),
         (lambda r: routing.top_k_route(jnp.zeros((4, 3)), 1, mask=jnp.ones(3, bool)), "mask must be (T,) = (4,); got (3,)"),
         (lambda r: routing.top_k_route(jnp.zeros((4, 3)), 1, mask=jnp.ones(4)), "mask must be bool; got float32; cast"),
+        (lambda r: routing.top_k_route([[1.0, 2.0], [1.0]], 1), "logits must be a JAX or NumPy array; got list; convert it"),
+        (lambda r: routing.top_k_route(1.0, 1), "logits must be (T, E); got ()"),
+        (lambda r: routing.top_k_route(jnp.zeros((4, 3)), 1, mask="yes"), "mask must be a JAX or NumPy array; got str; convert it"),
+        (lambda r: routing.router_z_loss("logits"), "logits must be a JAX or NumPy array; got str; convert it"),
+        (lambda r: routing.dispatch(2.0, r), "x must be (T, D) with T = 4; got ()"),
+        (lambda r: routing.combine("rows", r), "rows must be a JAX or NumPy array; got str; convert it"),
         (lambda r: routing.dispatch(jnp.zeros((5, 8)), r), "x must be (T, D) with T = 4; got (5, 8); pass the tokens"),
         (lambda r: routing.combine(jnp.zeros((4, 8)), r), "rows must be (T * k, D) with T * k = 8; got (4, 8); pass a row"),
     ],
@@ -402,7 +445,7 @@ for name in ("linen", "nnx"):
 def test_flax_is_not_needed_but_by_its_modules():
     done = subprocess.run([sys.executable, "-c", WITHOUT_FLAX], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
-    want = "jax_grouped_gemm.nn.{} needs flax; got none; install it, e.g. pip install 'jax-grouped-gemm[flax]'\n"
+    want = "jax_grouped_gemm.nn.{} needs flax; got none; install it, e.g. pip install flax\n"
     assert done.stdout == want.format("linen") + want.format("nnx")
 
 

@@ -5,6 +5,8 @@ import importlib.util
 import itertools
 import json
 import math
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,6 +56,7 @@ def test_learns_the_same_with_either_product(example, text, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "largest difference of the smoothed curves: 0.0" in out
     assert "OK: validation" in out
+    assert "bytes per second" in out
     facts = json.loads((tmp_path / "curves.json").read_text())
     ragged_dot, reference = facts["runs"]
     for run in facts["runs"]:
@@ -61,7 +64,7 @@ def test_learns_the_same_with_either_product(example, text, tmp_path, capsys):
         assert np.mean(run["bits_per_byte"][-5:]) < np.mean(run["bits_per_byte"][:5]) - 2
         assert [step for step, _ in run["validation"]] == [40, 80, 120]
         assert run["validation"][-1][1] < facts["baselines"]["bigram"] < facts["baselines"]["unigram"]
-        assert run["tokens_per_second"] == pytest.approx(16 * 32 / run["seconds_per_step"])
+        assert run["bytes_per_second"] == pytest.approx(16 * 32 / run["seconds_per_step"])
     assert 0 < example.largest_difference(ragged_dot, reference) <= example.TOLERANCE
     assert (tmp_path / "curves.png").is_file() == (importlib.util.find_spec("matplotlib") is not None)
 
@@ -78,7 +81,7 @@ def test_another_curve_and_a_short_run_fail(example, text, tmp_path, capsys, mon
     assert example.main(["--compare", *given]) == 1
     err = capsys.readouterr().err
     assert "FAILED: kernels and the reference differ by" in err
-    assert "FAILED: validation ends at" in err
+    assert re.search(r"FAILED: validation ends at .*; 8 steps may be too few, the preset has 400\n", err)
     kernels, _, ragged_dot = json.loads((tmp_path / "curves.json").read_text())["runs"]
     assert kernels["bits_per_byte"][:6] == pytest.approx(
         ragged_dot["bits_per_byte"], abs=0.05
@@ -131,6 +134,29 @@ def test_no_byte_sees_a_later_one(example):
     assert moved[:20].max() < 0.05  # other tiles of rows round differently
     assert moved[20] > 0.5
     assert moved[21:].max() > 0.1
+
+
+@pytest.mark.parametrize(("steps", "warmup", "peak"), [(400, 40, 40), (50, 40, 25), (2, 40, 1), (1, 40, 0), (9, 0, 0)])
+def test_the_warm_up_is_at_most_half_of_the_steps(example, steps, warmup, peak):
+    rate = example.learning_rate_of(example.Config(steps=steps, warmup=warmup, learning_rate=1.0))
+    rates = [float(rate(step)) for step in range(steps + 1)]
+    assert np.argmax(rates) == peak
+    assert rates[peak] == pytest.approx(1)
+    assert rates[-1] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("name", ["steps", "report"])
+def test_wants_a_step(example, capsys, name):
+    with pytest.raises(SystemExit):
+        example.main([f"--{name}", "0"])
+    assert f"--{name} must be at least 1; got 0" in capsys.readouterr().err
+
+
+def test_without_optax():
+    program = f"import runpy, sys; sys.modules['optax'] = None; runpy.run_path({str(PATH)!r})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "train_moe.py needs optax; got none; install it, e.g. pip install optax\n"
 
 
 def test_wants_something_to_compare(example, capsys):

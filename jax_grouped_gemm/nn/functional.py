@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped_gemm import api, contract, ragged
+from jax_grouped_gemm import api, arguments, contract, meshes, ragged
 from jax_grouped_gemm.nn import checks, permutation, routing
 
 # Dense's initialiser for each expert: the expert axis counts as no part of the fan-in.
@@ -34,24 +34,42 @@ def grouped_dense(rows, kernel, bias, group_sizes, prob=None, *, dtype=None, pre
       precision: of JAX's products.
 
     Returns:
-      (M, features) of that dtype. Rows past the last expert's are zero.
+      (M, features) of that dtype. Rows past the last expert's are zero, and have no gradients, whatever `rows` and `prob`
+      hold there.
 
     Raises:
-      ValueError: shapes.
+      ValueError: shapes or dtypes, or (outside of tracing) the values of `group_sizes`, as in `grouped_gemm`.
     """
-    checks.check_grouped_dense(rows, kernel, bias, group_sizes, prob)
+    rows, kernel = arguments.array("rows", rows), arguments.array("kernel", kernel)
+    bias, prob = arguments.optional("bias", bias), arguments.optional("prob", prob)
+    groups = arguments.Groups(None, group_sizes)
+    checks.check_grouped_dense(rows, kernel, bias, groups.operand, prob)
+    ends = groups.ends(rows.shape[0], "rows")
     rows, kernel, bias = _promote(dtype, rows, kernel, bias)
     if bias is not None and prob is not None:
         # A factor of grouped_gemm is one of the bias alone; the product is linear in its rows.
-        rows = _scaled(rows, prob)
+        prob = _of_groups(ends, prob)
+        rows = _scaled(_of_groups(ends, rows), prob)
     if rows.dtype == jnp.bfloat16 and not any(size % contract.ALIGNMENT for size in kernel.shape[1:]):
-        return api.grouped_gemm(rows, kernel, group_sizes=group_sizes, b_major="n", prob=prob, bias=bias)
-    out = ragged.ragged_dot(rows, kernel, group_sizes, precision)
+        return api.grouped_gemm(rows, kernel, offsets=ends, b_major="n", prob=prob, bias=bias)
+    return _of_groups(ends, _by_ragged_dot(_of_groups(ends, rows), kernel, bias, ends, prob, precision))
+
+
+def _by_ragged_dot(rows, kernel, bias, ends, prob, precision):
+    sizes = jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
+    out = ragged.ragged_dot(rows, kernel, sizes, precision)
     if bias is None:
-        return out if prob is None else _scaled(out, prob)
+        return out if prob is None else _scaled(out, _of_groups(ends, prob))
     # Each row's bias, as a product with ones: a gather would be transposed to a scatter.
     factor = jnp.ones(rows.shape[0], rows.dtype) if prob is None else prob.astype(rows.dtype)
-    return out + ragged.ragged_dot(factor[:, None], bias[:, None, :], group_sizes, jax.lax.Precision.HIGHEST)
+    return out + ragged.ragged_dot(factor[:, None], bias[:, None, :], sizes, jax.lax.Precision.HIGHEST)
+
+
+def checked_inputs(inputs, in_features=None):
+    """`inputs` (..., D) as an array, checked. in_features: D, where it is known before."""
+    inputs = arguments.array("inputs", inputs)
+    checks.check_inputs(inputs, in_features)
+    return inputs
 
 
 def moe_mlp(
@@ -73,7 +91,7 @@ def moe_mlp(
     arXiv:2002.05202, eq. 6, by default. `prob` is a factor of the last product, so that no pass over the rows is needed for it.
 
     Args:
-      inputs: (..., D).
+      inputs: (..., D), of `checked_inputs`.
       mask: (...) bool, or None. Where it is False, padding, the result and all gradients are zero, whatever the input holds.
       router: function of tokens (T, D) to logits (T, E).
       gate, up: functions of rows (M, D) and group sizes to (M, hidden).
@@ -85,7 +103,11 @@ def moe_mlp(
     Returns:
       (..., D) of the dtype of `down`, and the `RouterLosses`.
     """
-    checks.check_tokens(inputs, mask)
+    mask = arguments.optional("mask", mask)
+    checks.check_token_mask(mask, inputs)
+    # Here, before JAX refuses to reshape them, or to multiply them by the router.
+    if meshes.has_explicit(jax.typeof(inputs).sharding):
+        raise checks.no_explicit_rows()
     tokens = inputs.reshape(-1, inputs.shape[-1])
     if mask is not None:
         mask = mask.reshape(-1)
@@ -102,6 +124,12 @@ def moe_mlp(
 def _gated(activation, gate, up):
     wide = permutation.wide(gate.dtype)
     return (activation(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
+
+
+def _of_groups(ends, x):
+    """x (M,) or (M, .) with zeros past the last group, as a choice: there may be NaN, which times zero is NaN."""
+    inside = jnp.arange(x.shape[0], dtype=ends.dtype) < ends.max(initial=0)
+    return jnp.where(inside.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
 def _scaled(rows, factor):

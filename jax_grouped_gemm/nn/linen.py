@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_grouped_gemm import arguments
 from jax_grouped_gemm.nn import checks, functional
 
 try:
@@ -53,11 +54,16 @@ class GroupedDense(nn.Module):
           prob: (M,) float32, optional: a factor per row.
 
         Returns:
-          (M, features). Rows past the last expert's are zero.
+          (M, features). Rows past the last expert's are zero, and have no gradients, whatever `rows` and `prob` hold there.
 
         Raises:
-          ValueError: shapes, or another number of group sizes than E.
+          ValueError: shapes, dtypes or attributes, or the values of the group sizes, as in `grouped_gemm`.
+          flax.errors.ScopeParamShapeError: rows of another width than the parameters are for.
         """
+        rows = arguments.array("rows", rows)
+        checks.check_dense_rows(rows)
+        width = {"rows.shape[1]": rows.shape[1]}
+        checks.check_positive(num_experts=self.num_experts, features=self.features, **width)
         shape = (self.num_experts, rows.shape[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias = self.param("bias", self.bias_init, shape[::2], self.param_dtype) if self.use_bias else None
@@ -109,8 +115,14 @@ class MoEMLP(nn.Module):
           `load_balancing_loss` and `router_z_loss`, for `apply(..., mutable=["intermediates"])`.
 
         Raises:
-          ValueError: shapes, or k.
+          ValueError: shapes, the dtype of `mask`, or attributes.
+          flax.errors.ScopeParamShapeError: inputs of another width than the parameters are for.
+          NotImplementedError: a mesh with explicit axes, outside of `jax.shard_map`.
         """
+        inputs = functional.checked_inputs(inputs)
+        width = {"inputs.shape[-1]": inputs.shape[-1]}
+        checks.check_positive(num_experts=self.num_experts, hidden_features=self.hidden_features, **width)
+        checks.check_top_k(self.k, self.num_experts)
 
         def experts(features, name):
             return GroupedDense(

@@ -45,6 +45,7 @@ class GroupedDense(nnx.Module):
         bias_init=functional.default_bias_init,
         rngs,
     ):
+        checks.check_positive(num_experts=num_experts, in_features=in_features, out_features=out_features)
         shape = (num_experts, in_features, out_features)
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
         self.bias = nnx.Param(bias_init(rngs.params(), shape[::2], param_dtype)) if use_bias else None
@@ -60,10 +61,10 @@ class GroupedDense(nnx.Module):
           prob: (M,) float32, optional: a factor per row.
 
         Returns:
-          (M, out). Rows past the last expert's are zero.
+          (M, out). Rows past the last expert's are zero, and have no gradients, whatever `rows` and `prob` hold there.
 
         Raises:
-          ValueError: shapes, or another number of group sizes than E.
+          ValueError: shapes or dtypes, or the values of the group sizes, as in `grouped_gemm`.
         """
         bias = None if self.bias is None else self.bias[...]
         return functional.grouped_dense(
@@ -103,6 +104,8 @@ class MoEMLP(nnx.Module):
         rngs,
         **of_experts,
     ):
+        checks.check_positive(num_experts=num_experts, in_features=in_features, hidden_features=hidden_features)
+        checks.check_top_k(k, num_experts)
         self.router = nnx.Linear(
             in_features,
             num_experts,
@@ -117,6 +120,7 @@ class MoEMLP(nnx.Module):
             for _ in range(2)
         )
         self.down = GroupedDense(num_experts, hidden_features, in_features, dtype=dtype, rngs=rngs, **of_experts)
+        self.in_features = in_features
         self.k = k
         self.normalize = normalize
         self.activation = activation
@@ -135,10 +139,11 @@ class MoEMLP(nnx.Module):
           (..., D); with `return_losses`, that and the losses.
 
         Raises:
-          ValueError: shapes.
+          ValueError: shapes, or the dtype of `mask`.
+          NotImplementedError: a mesh with explicit axes, outside of `jax.shard_map`.
         """
         out, losses = functional.moe_mlp(
-            inputs,
+            functional.checked_inputs(inputs, self.in_features),
             mask,
             router=self.router,
             gate=self.gate,

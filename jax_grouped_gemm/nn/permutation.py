@@ -58,21 +58,14 @@ def _rows(x, index):
     return x.at[index].get(mode="promise_in_bounds")
 
 
-def _spread_aval(x, order, inverse, *, k):
-    return _aval(x, x.shape[0] * k)
+def _define(primitive, transpose, function, rows):
+    """rows: of how many rows and k, how many the result has."""
 
+    def aval(x, order, inverse, *, k):
+        if meshes.has_explicit(x.sharding):
+            raise checks.no_explicit_rows()
+        return x.update(shape=(rows(x.shape[0], k), x.shape[1]), weak_type=False)
 
-def _gather_sum_aval(rows, order, inverse, *, k):
-    return _aval(rows, rows.shape[0] // k)
-
-
-def _aval(x, rows):
-    if meshes.has_explicit(x.sharding):
-        raise checks.no_explicit_rows()
-    return x.update(shape=(rows, x.shape[1]), weak_type=False)
-
-
-def _define(primitive, transpose, function, aval):
     def batch(operands, dims, *, k):
         """A batch is one call: its rows end to end."""
         size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
@@ -84,7 +77,7 @@ def _define(primitive, transpose, function, aval):
         flat = primitive.bind(
             x.reshape(size * x.shape[1], x.shape[2]), (order + first).reshape(-1), (inverse + first).reshape(-1), k=k
         )
-        return flat.reshape(size, flat.shape[0] // size, flat.shape[1]), 0
+        return flat.reshape(size, rows(x.shape[1], k), x.shape[2]), 0
 
     def transposed(cotangent, x, order, inverse, *, k):
         found = None if type(cotangent) is ad.Zero else transpose.bind(cotangent, order, inverse, k=k)
@@ -98,5 +91,5 @@ def _define(primitive, transpose, function, aval):
     batching.primitive_batchers[primitive] = batch
 
 
-_define(spread_p, gather_sum_p, _spread, _spread_aval)
-_define(gather_sum_p, spread_p, _gather_sum, _gather_sum_aval)
+_define(spread_p, gather_sum_p, _spread, lambda rows, k: rows * k)
+_define(gather_sum_p, spread_p, _gather_sum, lambda rows, k: rows // k)

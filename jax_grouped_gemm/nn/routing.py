@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_grouped_gemm import arguments
 from jax_grouped_gemm.nn import checks, permutation
 
 
@@ -42,8 +43,10 @@ def top_k_route(logits, k, *, normalize=True, mask=None):
 
     Raises:
       ValueError: shapes or dtypes of `logits` and `mask`, or k.
+      NotImplementedError: `logits` or `mask` sharded over explicit axes.
     """
-    checks.check_logits(logits, mask)
+    logits, mask = _logits(logits, mask)
+    checks.check_unsharded(logits, mask)
     checks.check_top_k(k, logits.shape[1])
     num_experts = logits.shape[1]
     probs = jax.nn.softmax(_of_tokens(mask, logits.astype(jnp.float32)))
@@ -77,6 +80,7 @@ def dispatch(x, routing):
 
     It is linear in x, and the transpose of `combine`, which its gradient is. Differentiable in both modes and to any order.
     """
+    x = arguments.array("x", x)
     checks.check_rows("x", x, routing.expert.shape[0], "T", "the tokens that were routed")
     return permutation.spread(_of_tokens(routing.mask, x), routing.order, routing.inverse, routing.expert.shape[1])
 
@@ -96,6 +100,7 @@ def combine(rows, routing):
     Raises:
       ValueError: another number of rows.
     """
+    rows = arguments.array("rows", rows)
     checks.check_rows("rows", rows, routing.order.shape[0], "T * k", "a row for every token and slot")
     return _of_tokens(
         routing.mask, permutation.gather_sum(rows, routing.order, routing.inverse, routing.expert.shape[1])
@@ -122,7 +127,7 @@ def load_balancing_loss(logits, routing):
     Returns:
       () float32; 0 if there are no tokens.
     """
-    checks.check_logits(logits, routing.mask)
+    logits, _ = _logits(logits, routing.mask)
     probs = jax.nn.softmax(_of_tokens(routing.mask, logits.astype(jnp.float32)))
     pairs = routing.group_sizes.sum()
     fraction = routing.group_sizes.astype(jnp.float32) / jnp.maximum(pairs, 1).astype(jnp.float32)
@@ -141,8 +146,15 @@ def router_z_loss(logits, *, mask=None):
     Returns:
       () float32; 0 if there are no tokens.
     """
-    checks.check_logits(logits, mask)
+    logits, mask = _logits(logits, mask)
     return _mean(mask, jnp.square(jax.nn.logsumexp(_of_tokens(mask, logits.astype(jnp.float32)), axis=1)))
+
+
+def _logits(logits, mask):
+    """Both as arrays, checked."""
+    logits, mask = arguments.array("logits", logits), arguments.optional("mask", mask)
+    checks.check_logits(logits, mask)
+    return logits, mask
 
 
 def _one_hot(expert, num_experts):
