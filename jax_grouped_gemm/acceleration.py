@@ -28,7 +28,7 @@ class accelerate:
     JAX_GROUPED_GEMM_ACCELERATE=1 it is on from the start, wherever the package is installed: nothing needs to import it.
 
     What is computed stays the same, but for the order of float32 sums, and for an operand of float32 beside one of bfloat16
-    (weights that are kept so; the cotangent of a product with `preferred_element_type=float32`), which is taken as
+    (the cotangent of a product with `preferred_element_type=float32`, say), which is taken as
     `jax_grouped_gemm.ragged_dot` says. Products that the kernels do not do (two operands of float32, K or N no multiple of 8)
     stay JAX's, and so do those in a shard_map over some axes of the mesh only, and those that XLA would partition in an
     export; the log says so, once for every reason. What XLA partitions elsewhere needs parts of N and K that are multiples of

@@ -276,7 +276,9 @@ def test_gradients_in_float32_on_the_kernels(monkeypatch, dtypes):
     before = jax.jit(gradients).lower(*operands).compile()
     with jgg.accelerate():
         after = jax.jit(gradients).lower(*operands).compile()
-    assert after.as_text().count('custom_call_target="jax_grouped_gemm') == 3 + 2 + (dtypes[1] == jnp.float32) * 2
+    # The cotangent goes in two parts, as weights of float32 do; with these, the gradient of rows is JAX's.
+    expected = 2 + 2 if dtypes[1] == jnp.float32 else 1 + 2 + 2
+    assert after.as_text().count('custom_call_target="jax_grouped_gemm') == expected
     a, b = (np.asarray(x, np.float64) for x in operands)
     want = np.zeros((768, 192)), np.zeros_like(a), np.zeros_like(b)
     begin = 0
