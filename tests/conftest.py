@@ -54,6 +54,15 @@ def _device(request):
             yield
 
 
+@pytest.fixture(scope="module")
+def compiled_fast():
+    """XLA optimises little: for modules that compile much and run it once. Their numbers are the same."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)

@@ -21,6 +21,8 @@ from flax import nnx
 from jax_grouped_gemm.nn import linen
 from jax_grouped_gemm.nn import nnx as ours
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 E, D, F = 4, 16, 24
 x64 = functools.partial(jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64, True)
 

@@ -16,6 +16,8 @@ from jax.test_util import check_grads
 from jax_grouped_gemm import grouped_gemm
 from jax_grouped_gemm.nn import routing
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 

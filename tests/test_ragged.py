@@ -11,6 +11,8 @@ import pytest
 import jax_grouped_gemm as jgg
 from jax_grouped_gemm import ffi_call, library, ragged
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 Numbers = jax.lax.RaggedDotDimensionNumbers
 
 

@@ -26,13 +26,10 @@ def flags(**sizes):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _settings():
-    """Compiles fast rather than well, and promotes types: jax.nn.dot_product_attention mixes them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+def _settings(compiled_fast):
+    """Promotes types: jax.nn.dot_product_attention mixes them."""
     with jax.numpy_dtype_promotion("standard"):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

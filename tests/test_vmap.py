@@ -12,6 +12,8 @@ from test_reference import equations
 
 from jax_grouped_gemm import batching, calls, contract, grouped_gemm, grouped_gemm_wgrad, library
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 BATCH = 3
 OFFSETS = [[10, 10, 20, 27], [0, 5, 30, 30], [7, 7, 7, 9]]
 

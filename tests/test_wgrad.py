@@ -14,6 +14,8 @@ from test_reference import equations
 
 from jax_grouped_gemm import calls, config, ffi_call, grouped_gemm_wgrad, library, reference, wgrad_call
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 INT32 = st.integers(-(2**31), 2**31 - 1)
 OFFSETS = [10, 10, 41, 60]
 
