@@ -39,8 +39,8 @@ def ragged_dot(
 
     The kernels compute products of bfloat16 whose K and N are multiples of 8. An operand of float32 beside one of bfloat16 is
     taken as two bfloat16 that add up to it within 2^-17, closer than the TF32 of a GPU's own products, or, with a precision
-    above "high", as three, exactly: as many products. All else goes to JAX, and a line of the log says so, once for
-    every reason.
+    above "high", as three, exactly: as many products. All else goes to JAX, with what its own product lacks (vmap of some
+    operands alone, axes of an explicit mesh), and a line of the log says so, once for every reason.
 
     Returns:
       (M, N). Rows past the last group are zero.
