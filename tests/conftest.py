@@ -6,8 +6,9 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+import sharding_problems
 
-from jax_grouped_gemm import direct
+from jax_grouped_gemm import direct, ffi_call, library
 from jax_grouped_gemm.compat import plan, strided, torch_tensors
 
 # Compiling a new shape takes longer than hypothesis expects of one example.
@@ -124,3 +125,23 @@ def reads(fresh_plans, monkeypatch):
 
         monkeypatch.setattr(strided, name, looking)
     return seen
+
+
+# --- several devices ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    return sharding_problems.make_mesh()
+
+
+@pytest.fixture
+def lowered_for_cuda(monkeypatch):
+    monkeypatch.setattr(ffi_call, "cuda_capabilities", tuple)
+    monkeypatch.setattr(library, "manifest", lambda: {"build_id": "the build"})
+
+
+@pytest.fixture(params=["shardy", "gspmd"])
+def partitioner(request):
+    with sharding_problems.use_partitioner(request.param):
+        yield request.param

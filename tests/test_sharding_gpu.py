@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
-import test_sharding
+import sharding_problems
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -50,7 +50,7 @@ def make_mesh(**options):
 
 
 def make(kind):
-    options = test_sharding.KINDS[kind]
+    options = sharding_problems.KINDS[kind]
     return oracle.make_case(np.random.default_rng(0), L, M, N, K, offsets=OFFSETS, **options)
 
 
@@ -90,17 +90,17 @@ def assert_runs(compiled, implementation):
         assert (target in compiled.as_text()) == (implementation == "cutedsl")
 
 
-@pytest.mark.parametrize("kind", test_sharding.KINDS)
+@pytest.mark.parametrize("kind", sharding_problems.KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_automatic_partitioning(layout, kind, implementation):
     rows, weights = LAYOUTS[layout]
     case, mesh = make(kind), make_mesh()
     outputs = outputs_of(case)
-    arrays, options = test_sharding.split(case)
+    arrays, options = sharding_problems.split(case)
     call = lambda arrays: grouped_gemm(**arrays, **options, implementation=implementation)
-    of = test_sharding.specs(rows, weights)
+    of = sharding_problems.specs(rows, weights)
     arrays = {name: jax.device_put(x, NamedSharding(mesh, of[name])) for name, x in arrays.items()}
-    result = NamedSharding(mesh, test_sharding.of_result(rows, weights))
+    result = NamedSharding(mesh, sharding_problems.of_result(rows, weights))
     outputs_there = jax.device_put(outputs, result)
     wanted = result, {name: arrays[name].sharding for name in oracle.present(case)}
     run = jax.jit(both(call, case), out_shardings=wanted).lower(arrays, outputs_there).compile()
@@ -108,17 +108,17 @@ def test_automatic_partitioning(layout, kind, implementation):
     check(run(arrays, outputs_there), case, outputs)
 
 
-@pytest.mark.parametrize("kind", test_sharding.KINDS)
+@pytest.mark.parametrize("kind", sharding_problems.KINDS)
 def test_shard_map(kind, implementation):
     case, mesh = make(kind), make_mesh()
     outputs = outputs_of(case)
-    arrays, options = test_sharding.split(case)
+    arrays, options = sharding_problems.split(case)
 
     def local(arrays):
-        ends = test_sharding.local_ends(arrays["offsets"], arrays["a"].shape[0])
+        ends = sharding_problems.local_ends(arrays["offsets"], arrays["a"].shape[0])
         return grouped_gemm(**(arrays | {"offsets": ends}), **options, implementation=implementation)
 
-    of = {name: spec for name, spec in test_sharding.specs(P("x"), P()).items() if name in arrays}
+    of = {name: spec for name, spec in sharding_problems.specs(P("x"), P()).items() if name in arrays}
     call = jax.shard_map(local, mesh=mesh, in_specs=(of,), out_specs=P("x"))
     arrays = {name: jax.device_put(x, NamedSharding(mesh, of[name])) for name, x in arrays.items()}
     outputs_there = jax.device_put(outputs, NamedSharding(mesh, P("x")))
@@ -127,16 +127,16 @@ def test_shard_map(kind, implementation):
     check(run(arrays, outputs_there), case, outputs)
 
 
-@pytest.mark.parametrize("kind", test_sharding.KINDS)
+@pytest.mark.parametrize("kind", sharding_problems.KINDS)
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_explicit_axes(layout, kind, implementation):
     rows, weights = LAYOUTS[layout]
     case, mesh = make(kind), make_mesh(axis_types=(jax.sharding.AxisType.Explicit,))
     outputs = outputs_of(case)
-    arrays, options = test_sharding.split(case)
-    of = test_sharding.specs(rows, weights)
+    arrays, options = sharding_problems.split(case)
+    of = sharding_problems.specs(rows, weights)
     arrays = {name: jax.device_put(x, NamedSharding(mesh, of[name])) for name, x in arrays.items()}
-    result = NamedSharding(mesh, test_sharding.of_result(rows, weights))
+    result = NamedSharding(mesh, sharding_problems.of_result(rows, weights))
     call = lambda arrays: grouped_gemm(**arrays, **options, implementation=implementation)
     outputs_there = jax.device_put(outputs, result)
     run = jax.jit(both(call, case)).lower(arrays, outputs_there).compile()
