@@ -72,12 +72,12 @@ def ragged_dot_general(
     batched products, whatever the sizes; with an offset, batches of the groups before it are zero.
     """
     lhs, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
-    group_sizes, group_offset = _wide_enough(group_sizes), _wide_enough(group_offset)
+    group_sizes = _wide_enough(group_sizes)
     numbers = ragged_dot_dimension_numbers
     precision = canonicalize_precision(precision)
     output = precision, preferred_element_type
     if group_offset is not None:
-        group_offset = contract.check_group_offset(jnp.asarray(group_offset))
+        group_offset = _wide_enough(contract.check_group_offset(jnp.asarray(group_offset)))
     dtype = _check(lhs, rhs, group_sizes, numbers, output, group_offset is not None, out_sharding)
     if out_sharding is not None:
         plan: Any = "out_sharding is given"
@@ -92,10 +92,7 @@ def ragged_dot_general(
 
 def _wide_enough(x):
     """Sums of sizes, and the number of rows, need more bits than some integers have."""
-    if x is None or not jnp.issubdtype(jnp.asarray(x).dtype, np.integer):
-        return x
-    x = jnp.asarray(x)
-    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+    return x.astype(jnp.int32) if jnp.issubdtype(x.dtype, np.integer) and x.dtype.itemsize < 4 else x
 
 
 def _check(lhs, rhs, group_sizes, numbers, output, offset, out_sharding):

@@ -273,6 +273,27 @@ def assert_near(got, want, terms, *, roundings=0, what=""):
     assert (error <= 1).all(), f"{what}: {np.nanmax(error):.3g} times the tolerance, {(~(error <= 1)).sum()} elements"
 
 
+def random_cotangent(rng, case, output):
+    """Of D or C: what bfloat16 holds, NaN in rows of no group, which nothing may depend on."""
+    values = rng.standard_normal((len(case.a), case.b.shape[1 if case.b_major == "k" else 2])).astype(BF16)
+    values[case.end() :] = np.nan
+    return values.astype(case.dtype_of(output))
+
+
+def random_cotangents(rng, case):
+    """Of the case's outputs."""
+    return tuple(random_cotangent(rng, case, output) for output in ("DC" if case.generate_c else "D"))
+
+
+def check_cotangents(got, case, outputs, roundings=3):
+    """{operand: cotangent}, of the outputs' cotangents, is right."""
+    want = cotangents(case, *outputs)
+    m, n = len(case.a), case.b.shape[1 if case.b_major == "k" else 2]
+    terms = {"a": n, "b": m, "alpha": m * n, "prob": n, "bias": m}
+    for name, x in got.items():
+        assert_near(x, want[name], terms[name], roundings=roundings, what=f"the gradient of {name}")
+
+
 # --- weight gradients -------------------------------------------------------------------------------------------------
 
 

@@ -33,17 +33,9 @@ def options_of(case):
 
 
 def random_cotangents(rng, case, c=True, d=True):
-    """Of D and C: what bfloat16 holds, NaN in rows of no group, whose cotangents nothing may depend on."""
-
-    def one(dtype):
-        values = rng.standard_normal((case.a.shape[0], case.b.shape[1 if case.b_major == "k" else 2])).astype(
-            oracle.BF16
-        )
-        values[case.end() :] = np.nan
-        return values.astype(dtype)
-
-    found = [one(case.d_dtype) if d else None]
-    return found + ([one(case.c_dtype or "bfloat16") if c else None] if case.generate_c else [])
+    """Of D and C, None for those that are not asked for."""
+    found = [oracle.random_cotangent(rng, case, "D") if d else None]
+    return found + ([oracle.random_cotangent(rng, case, "C") if c else None] if case.generate_c else [])
 
 
 def gradients(case, wanted, outputs, jit=True, **changes):

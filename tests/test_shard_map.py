@@ -3,11 +3,9 @@
 import contextlib
 import functools
 import inspect
-import os
-import subprocess
-import sys
 import types
 
+import exports
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -24,7 +22,6 @@ from sharding_problems import (
     L,
     M,
     N,
-    assert_gradients,
     assert_weights_stay,
     collectives,
     explicit_mesh,
@@ -82,7 +79,7 @@ def test_gradient_of_a_shard_map(mesh, kind):
         _, pull = jax.vjp(lambda moving: run({"offsets": arrays["offsets"]} | moving), moving)
         return pull(outputs if case.generate_c else outputs[0])[0]
 
-    assert_gradients(pull(arrays, outputs), case, outputs, roundings=4)
+    oracle.check_cotangents(pull(arrays, outputs), case, outputs, roundings=4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,7 +95,7 @@ def test_gradient_inside_a_shard_map(mesh, kind):
 
     wanted = {name: of[name] for name in oracle.present(case)}
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(of, P("x")), out_specs=wanted))
-    assert_gradients(run(arrays, outputs), case, outputs, roundings=4)
+    oracle.check_cotangents(run(arrays, outputs), case, outputs, roundings=4)
 
 
 def test_forward_mode_in_a_shard_map(mesh):
@@ -187,7 +184,7 @@ def test_explicit_axes(layout, kind, in_context):
         got = jax.jit(pulled(case, outputs))(sharded, tuple(put(mesh, x, result) for x in outputs))
         for name, x in got.items():
             assert x.sharding.is_equivalent_to(sharded[name].sharding, x.ndim), name
-        assert_gradients(got, case, outputs)
+        oracle.check_cotangents(got, case, outputs)
 
 
 def test_explicit_axes_of_constants(partitioner):
@@ -372,47 +369,6 @@ FORWARD_AND_GRADIENT = [
 ]
 
 
-CALL = """
-import sys
-import jax, numpy as np
-import jax.export, ml_dtypes
-import jax_grouped_gemm
-program, operands, results = sys.argv[1:]
-jax.config.update("jax_num_cpu_devices", 8)
-exported = jax.export.deserialize(bytearray(open(program, "rb").read()))
-operands = np.load(operands)
-operands = [operands[name] for name in "abo"]
-operands = [x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x for x in operands]
-if exported.nr_devices > 1:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[: exported.nr_devices]).reshape(4, 2), ("x", "y"))
-    specs = jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec()
-    operands = [jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x, spec in zip(operands, specs)]
-got = jax.tree.leaves(jax.jit(exported.call)(*operands))
-np.savez(results, *[np.asarray(x).astype(np.float32) for x in got])
-"""
-
-
-def elsewhere(exported, operands, folder):
-    """What a fresh process gets of the serialised program."""
-    pytest.importorskip("flatbuffers")
-    (folder / "program").write_bytes(exported.serialize())
-    bits = [np.asarray(x).view(np.uint16) if x.dtype == jnp.bfloat16 else np.asarray(x) for x in operands]
-    np.savez(folder / "operands.npz", **dict(zip("abo", bits, strict=True)))
-    arguments = [folder / name for name in ("program", "operands.npz", "results.npz")]
-    done = subprocess.run(
-        [sys.executable, "-c", CALL, *map(str, arguments)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert not done.returncode, done.stderr
-    return list(np.load(folder / "results.npz").values())
-
-
-def export(function, operands, platforms):
-    targets = library.FORWARD, library.WGRAD
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in targets]
-    return jax.export.export(jax.jit(function), platforms=platforms, disabled_checks=checks)(*operands)
-
-
 def assert_same(got, want):
     for g, w in zip(got, jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, np.asarray(w).astype(np.float32), rtol=0.01, atol=0.01)
@@ -423,11 +379,11 @@ def assert_same(got, want):
 def test_exported_for_one_device(function, tmp_path):
     case = make(poison=False)
     operands = [jnp.asarray(x) for x in (case.a, case.b, case.offsets)]
-    exported = export(function, operands, ("cpu", "cuda"))
+    exported = exports.export(function, operands, ("cpu", "cuda"))
     assert exported.nr_devices == 1
     assert f"@{library.FORWARD}" in exported.mlir_module() or f"@{library.WGRAD}" in exported.mlir_module()
     assert "CustomSPMDPartitioning" not in exported.mlir_module()
-    assert_same(elsewhere(exported, operands, tmp_path), function(*operands))
+    assert_same(exports.elsewhere(exported, operands, tmp_path), function(*operands))
 
 
 @pytest.mark.usefixtures("lowered_for_cuda")
@@ -443,10 +399,10 @@ def test_exported_with_shard_map(mesh, function, tmp_path):
     loss = lambda *x: (mapped(*x).astype(jnp.float32) ** 2).sum()
     plain = lambda *x: (function(*x).astype(jnp.float32) ** 2).sum()
     operands = [put(mesh, x, spec) for x, spec in zip((case.a, case.b, case.offsets), of, strict=True)]
-    exported = export(lambda *x: (mapped(*x), *jax.grad(loss, (0, 1))(*x)), operands, ("cpu", "cuda"))
+    exported = exports.export(lambda *x: (mapped(*x), *jax.grad(loss, (0, 1))(*x)), operands, ("cpu", "cuda"))
     assert exported.nr_devices == 8
     here = [jnp.asarray(x) for x in (case.a, case.b, case.offsets)]
-    got = elsewhere(exported, here, tmp_path)
+    got = exports.elsewhere(exported, here, tmp_path)
     assert_same(got[:2], (function(*here), jax.grad(plain)(*here)))
     np.testing.assert_allclose(got[2], jax.grad(plain, 1)(*here).astype(np.float32), rtol=0.02, atol=0.25)
 

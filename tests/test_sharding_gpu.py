@@ -55,13 +55,7 @@ def make(kind):
 
 
 def outputs_of(case):
-    rng = np.random.default_rng(1)
-    found = []
-    for output in "DC" if case.generate_c else "D":
-        values = rng.standard_normal((M, N)).astype(oracle.BF16)
-        values[case.end() :] = np.nan
-        found.append(values.astype(case.dtype_of(output)))
-    return tuple(found)
+    return sharding_problems.random_outputs(case, 1)
 
 
 def both(call, case):
@@ -78,10 +72,7 @@ def both(call, case):
 def check(got, case, outputs):
     found, gradients = got
     oracle.check(found, case)
-    want = oracle.cotangents(case, *outputs)
-    terms = {"a": N, "b": M, "alpha": M * N, "prob": N, "bias": M}
-    for name, x in gradients.items():
-        oracle.assert_near(x, want[name], terms[name], roundings=4, what=name)
+    oracle.check_cotangents(gradients, case, outputs, roundings=4)
 
 
 def assert_runs(compiled, implementation):

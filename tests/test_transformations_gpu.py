@@ -1,10 +1,8 @@
 """JAX's transformations around the kernels on a GPU, and around the reference on a CPU, against the float64 oracle."""
 
 import functools
-import os
-import subprocess
-import sys
 
+import exports
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -32,10 +30,7 @@ def make(seed, **options):
 
 
 def cotangent(case, seed):
-    """Of D: what bfloat16 holds, NaN in rows of no group."""
-    values = np.random.default_rng(100 + seed).standard_normal((M, N)).astype(oracle.BF16)
-    values[case.end() :] = np.nan
-    return values.astype(case.d_dtype)
+    return oracle.random_cotangent(np.random.default_rng(100 + seed), case, "D")
 
 
 def arrays_of(case):
@@ -47,13 +42,6 @@ def pulled(arrays, d, **options):
     moving = {name: x for name, x in arrays.items() if name != "offsets"}
     out, pull = jax.vjp(lambda moving: grouped_gemm(**moving, offsets=arrays["offsets"], **options), moving)
     return out, pull(d)[0]
-
-
-def check_gradients(got, case, d):
-    want = oracle.cotangents(case, d)
-    terms = {"a": N, "b": M, "alpha": M * N, "prob": N, "bias": M}
-    for name, x in got.items():
-        oracle.assert_near(x, want[name], terms[name], roundings=3, what=name)
 
 
 @pytest.mark.parametrize("shared", [(), ("b", "alpha", "bias"), ("a", "prob")], ids=str)
@@ -74,7 +62,7 @@ def test_vmap(implementation, shared):
     out, gradients = run(arrays, jnp.stack([jnp.asarray(d) for d in ds]))
     for i, (case, d) in enumerate(zip(cases, ds, strict=True)):
         oracle.check(out[i], case)
-        check_gradients({name: x[i] for name, x in gradients.items()}, case, d)
+        oracle.check_cotangents({name: x[i] for name, x in gradients.items()}, case, (d,))
 
 
 def test_vmap_of_wgrad(implementation):
@@ -154,25 +142,11 @@ def test_on_a_mesh_of_one_device(implementation, kind):
         run = jax.shard_map(run, mesh=mesh, in_specs=(specs, P("x")), out_specs=(P("x"), moving))
     out, gradients = jax.jit(run)(arrays, d_placed)
     oracle.check(out, case)
-    check_gradients(gradients, case, d)
-
-
-CALL = """
-import sys
-import jax, jax.export, ml_dtypes, numpy as np
-import jax_grouped_gemm  # registers what the program calls
-program, operands, results, platform = sys.argv[1:]
-exported = jax.export.deserialize(bytearray(open(program, "rb").read()))
-operands = [x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x for x in np.load(operands).values()]
-with jax.default_device(jax.devices(platform)[0]):
-    got = jax.tree.leaves(jax.jit(exported.call)(*operands))
-np.savez(results, *[np.asarray(x).astype(np.float32) for x in got])
-"""
+    oracle.check_cotangents(gradients, case, (d,))
 
 
 def test_exported_to_a_fresh_process(implementation, tmp_path):
     """Forward and backward; the same bits."""
-    pytest.importorskip("flatbuffers")
     case = make(4, poison=False, alpha=False, prob=False, bias=None)
     operands = case.a, case.b, case.offsets
 
@@ -181,27 +155,16 @@ def test_exported_to_a_fresh_process(implementation, tmp_path):
         return out, gradients["a"], gradients["b"]
 
     platform = "cuda" if implementation == "cutedsl" else "cpu"
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in (library.FORWARD, library.WGRAD)]
-    exported = jax.export.export(jax.jit(run), platforms=[platform], disabled_checks=checks)(*operands)
+    exported = exports.export(run, operands, [platform])
     assert (f"@{library.WGRAD}" in exported.mlir_module()) == (implementation == "cutedsl")
-    (tmp_path / "program").write_bytes(exported.serialize())
-    np.savez(tmp_path / "operands.npz", *[x.view(np.uint16) if x.dtype == oracle.BF16 else x for x in operands])
-    files = [str(tmp_path / name) for name in ("program", "operands.npz", "results.npz")]
-    environment = os.environ | (
-        {"JAX_PLATFORMS": "cpu"} if platform == "cpu" else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", CALL, *files, platform], env=environment, capture_output=True, text=True, check=False
-    )
-    assert not done.returncode, done.stderr
-    got = np.load(tmp_path / "results.npz").values()
-    for fresh, here in zip(got, jax.jit(run)(*map(jnp.asarray, operands)), strict=True):
-        np.testing.assert_array_equal(fresh, np.asarray(here).astype(np.float32))
+    here = jax.jit(run)(*map(jnp.asarray, operands))
+    for fresh, x in zip(exports.elsewhere(exported, operands, tmp_path, platform), here, strict=True):
+        np.testing.assert_array_equal(fresh, np.asarray(x).astype(np.float32))
 
 
 @pytest.mark.parametrize("wide", [None, 0], ids=["bfloat16", "mixed"])
 @pytest.mark.parametrize("name", [name for name in test_ragged.PRODUCTS if name != "batch"])
-def test_every_mode_of_ragged_dot(implementation, name, wide, monkeypatch):
+def test_every_mode_of_ragged_dot(implementation, name, wide):
     """By the public function, which chooses by platform; against float32 on the CPU."""
     *operands, sizes, dims = test_ragged.problem(name)
     with jax.default_device(jax.devices("cpu")[0]):
