@@ -25,6 +25,10 @@ def implementation(request):
     return request.param
 
 
+# Without one, `prob` is a factor of the product, and its gradient is made of another.
+biases = pytest.mark.parametrize("bias", [None, "float32"])
+
+
 def make(seed, **options):
     return oracle.make_case(np.random.default_rng(seed), L, M, N, K, **{"bias": "float32"} | options)
 
@@ -44,11 +48,12 @@ def pulled(arrays, d, **options):
     return out, pull(d)[0]
 
 
+@biases
 @pytest.mark.parametrize("shared", [(), ("b", "alpha", "bias"), ("a", "prob")], ids=str)
-def test_vmap(implementation, shared):
+def test_vmap(implementation, shared, bias):
     """One launch for the batch. Values and gradients, those of what is shared one call's at a time."""
-    first = make(0, poison=False)
-    cases = [make(seed, poison=not shared) for seed in range(BATCH)]
+    first = make(0, poison=False, bias=bias)
+    cases = [make(seed, poison=not shared, bias=bias) for seed in range(BATCH)]
     for case in cases:
         for name in shared:
             setattr(case, name, getattr(first, name))
@@ -123,9 +128,10 @@ def test_forward_mode(implementation):
     assert abs(forward - backward) <= 0.02 * scale
 
 
+@biases
 @pytest.mark.parametrize("kind", ["shard_map", "automatic", "explicit"])
-def test_on_a_mesh_of_one_device(implementation, kind):
-    case = make(3)
+def test_on_a_mesh_of_one_device(implementation, kind, bias):
+    case = make(3, bias=bias)
     d = cotangent(case, 3)
     types = jax.sharding.AxisType
     device = jax.devices("cuda" if implementation == "cutedsl" else "cpu")[0]
