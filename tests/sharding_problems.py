@@ -112,17 +112,22 @@ def of_result(rows, weights):
     return P(rows[0] if rows else None, None if rows and columns == rows[0] else columns)
 
 
-def pulled(case, outputs):
-    """The cotangents of all floating operands, by name."""
+def both(case, call=None):
+    """(arrays, cotangents of the outputs) -> (what `call` makes of the arrays, the cotangents of all floating ones by name)."""
     _, options = split(case)
+    call = call or (lambda arrays: grouped_gemm(**arrays, **options))
 
     def run(arrays, outputs):
-        offsets = arrays["offsets"]
         moving = {name: arrays[name] for name in oracle.present(case)}
-        _, pull = jax.vjp(lambda moving: grouped_gemm(**moving, offsets=offsets, **options), moving)
-        return pull(outputs if case.generate_c else outputs[0])[0]
+        found, pull = jax.vjp(lambda moving: call({"offsets": arrays["offsets"]} | moving), moving)
+        return found, pull(outputs if case.generate_c else outputs[0])[0]
 
     return run
+
+
+def pulled(case):
+    """The latter alone."""
+    return lambda arrays, outputs: both(case)(arrays, outputs)[1]
 
 
 def random_outputs(case, seed=7):

@@ -304,9 +304,11 @@ def test_layer_of_a_library_gives_the_same_on_the_kernels(monkeypatch):
     def products(compiled):
         return compiled.as_text().count("jax_grouped_gemm_")
 
-    before = jax.jit(gradient).lower(state, x).compile()
+    # XLA adds to the gradient of the experts' scales in bfloat16, by default in any order: 2 %, and another each time.
+    options = {"xla_gpu_deterministic_ops": True}
+    before = jax.jit(gradient).lower(state, x).compile(options)
     with jgg.accelerate():
-        after = jax.jit(gradient).lower(state, x).compile()
+        after = jax.jit(gradient).lower(state, x).compile(options)
     assert products(before) == 0 < products(after)
     exact_graph, _ = make_layer(16, width=512, hidden=256, dtype=jnp.float32)
     exactly = jax.tree.map(lambda w: w.astype(jnp.float32), (state, x))
@@ -320,4 +322,4 @@ def test_layer_of_a_library_gives_the_same_on_the_kernels(monkeypatch):
 
     # What float32 would give, as closely as JAX's own products in bfloat16 do.
     for ours, theirs in zip(errors(after(state, x)), errors(before(state, x)), strict=True):
-        assert ours <= 1.2 * theirs + 1e-3
+        assert ours <= 1.05 * theirs + 1e-4

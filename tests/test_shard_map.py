@@ -91,7 +91,7 @@ def test_gradient_inside_a_shard_map(mesh, kind):
 
     def local(arrays, outputs):
         ends = local_ends(arrays["offsets"], arrays["a"].shape[0])
-        return pulled(case, outputs)(arrays | {"offsets": ends}, outputs)
+        return pulled(case)(arrays | {"offsets": ends}, outputs)
 
     wanted = {name: of[name] for name in oracle.present(case)}
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(of, P("x")), out_specs=wanted))
@@ -181,7 +181,7 @@ def test_explicit_axes(layout, kind, in_context):
         oracle.check(found, case)
         assert jax.tree.leaves(found)[0].sharding.is_equivalent_to(NamedSharding(mesh, result), 2)
         oracle.check(run(sharded), case)
-        got = jax.jit(pulled(case, outputs))(sharded, tuple(put(mesh, x, result) for x in outputs))
+        got = jax.jit(pulled(case))(sharded, tuple(put(mesh, x, result) for x in outputs))
         for name, x in got.items():
             assert x.sharding.is_equivalent_to(sharded[name].sharding, x.ndim), name
         oracle.check_cotangents(got, case, outputs)

@@ -107,7 +107,7 @@ def check_gradient(mesh, layout, kind):
     shardings = {name: NamedSharding(mesh, spec) for name, spec in specs(rows, weights).items() if name in arrays}
     wanted = {name: shardings[name] for name in oracle.present(case)}
     result = NamedSharding(mesh, of_result(rows, weights))
-    run = jax.jit(pulled(case, outputs), in_shardings=(shardings, result), out_shardings=wanted)
+    run = jax.jit(pulled(case), in_shardings=(shardings, result), out_shardings=wanted)
     compiled = run.lower(arrays, outputs).compile()
     got = compiled(jax.device_put(arrays, shardings), jax.device_put(outputs, result))
     oracle.check_cotangents(got, case, outputs)

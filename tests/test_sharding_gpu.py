@@ -58,17 +58,6 @@ def outputs_of(case):
     return sharding_problems.random_outputs(case, 1)
 
 
-def both(call, case):
-    """(arrays, cotangents of the outputs) -> (outputs, cotangents of the operands)."""
-
-    def run(arrays, outputs):
-        moving = {name: arrays[name] for name in oracle.present(case)}
-        found, pull = jax.vjp(lambda moving: call({"offsets": arrays["offsets"]} | moving), moving)
-        return found, pull(outputs if case.generate_c else outputs[0])[0]
-
-    return run
-
-
 def check(got, case, outputs):
     found, gradients = got
     oracle.check(found, case)
@@ -94,7 +83,7 @@ def test_automatic_partitioning(layout, kind, implementation):
     result = NamedSharding(mesh, sharding_problems.of_result(rows, weights))
     outputs_there = jax.device_put(outputs, result)
     wanted = result, {name: arrays[name].sharding for name in oracle.present(case)}
-    run = jax.jit(both(call, case), out_shardings=wanted).lower(arrays, outputs_there).compile()
+    run = jax.jit(sharding_problems.both(case, call), out_shardings=wanted).lower(arrays, outputs_there).compile()
     assert_runs(run, implementation)
     check(run(arrays, outputs_there), case, outputs)
 
@@ -113,7 +102,7 @@ def test_shard_map(kind, implementation):
     call = jax.shard_map(local, mesh=mesh, in_specs=(of,), out_specs=P("x"))
     arrays = {name: jax.device_put(x, NamedSharding(mesh, of[name])) for name, x in arrays.items()}
     outputs_there = jax.device_put(outputs, NamedSharding(mesh, P("x")))
-    run = jax.jit(both(call, case)).lower(arrays, outputs_there).compile()
+    run = jax.jit(sharding_problems.both(case, call)).lower(arrays, outputs_there).compile()
     assert_runs(run, implementation)
     check(run(arrays, outputs_there), case, outputs)
 
@@ -130,7 +119,7 @@ def test_explicit_axes(layout, kind, implementation):
     result = NamedSharding(mesh, sharding_problems.of_result(rows, weights))
     call = lambda arrays: grouped_gemm(**arrays, **options, implementation=implementation)
     outputs_there = jax.device_put(outputs, result)
-    run = jax.jit(both(call, case)).lower(arrays, outputs_there).compile()
+    run = jax.jit(sharding_problems.both(case, call)).lower(arrays, outputs_there).compile()
     assert_runs(run, implementation)
     found, gradients = run(arrays, outputs_there)
     assert jax.tree.leaves(found)[0].sharding.is_equivalent_to(result, 2)
