@@ -1,6 +1,7 @@
 """One line for existing code: `jax.lax.ragged_dot`, in whichever library it is called, on the kernels."""
 
 import os
+import threading
 from typing import Any
 
 import jax
@@ -34,7 +35,8 @@ class accelerate:
     export; the log says so, once for every reason. What XLA partitions elsewhere needs parts of N and K that are multiples of
     8, and an export `disabled_checks`, as for `grouped_gemm`. Turning it on or off drops JAX's caches of compiled programs
     (`jax.clear_caches()`), since these hold one lowering or the other; programs compiled by hand
-    (`.lower().compile()`) or exported stay as they are. Other threads must not compile at that moment.
+    (`.lower().compile()`) or exported stay as they are. Other threads must not compile at that moment. It is lowering that is
+    changed, so a `with` block in a function that is being traced has no effect.
 
     Args:
       on: False to have JAX's own lowering back.
@@ -42,22 +44,47 @@ class accelerate:
 
     def __init__(self, on=True):
         self._on = contract.check_flag("on", on)
-        self._before = active()
-        _set(self._on)
+        self._blocks: list = []
+        with _lock:
+            self._changed, self._before = _settings[-1], _settings[-1].on
+            self._changed.on = self._on
+            _apply()
 
     def __enter__(self):
-        if active() != self._on:  # since it was called
-            self._before = active()
-            _set(self._on)
+        with _lock:
+            # The call was for this block alone, unless another has changed the same setting since.
+            if self._changed is not None and self._changed.on == self._on:
+                self._changed.on = self._before
+            self._changed = None
+            self._blocks.append(_Setting(self._on))
+            _settings.append(self._blocks[-1])
+            _apply()
         return self
 
     def __exit__(self, *error):
-        _set(self._before)
+        with _lock:
+            _settings.remove(self._blocks.pop())  # not the last one where another thread has entered a block since
+            _apply()
+
+
+class _Setting:
+    """Of the process, or of a `with` block."""
+
+    def __init__(self, on):
+        self.on = on
+
+
+_settings = [_Setting(False)]  # the last one counts
+_lock = threading.RLock()
 
 
 def active():
     """Whether products of JAX's are lowered to the kernels now."""
     return _jax_rules is not None
+
+
+def _apply():
+    _set(_settings[-1].on)
 
 
 def enabled_by_environment():

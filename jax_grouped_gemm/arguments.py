@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_grouped_gemm import contract, debug, reference
+from jax_grouped_gemm import contract, debug, meshes, reference
 
 
 class Groups:
@@ -25,7 +25,7 @@ class Groups:
             check(np.asarray(self._given), m, operand)
         elif debug.enabled():
             groups = debug.checked(check, groups, m, operand)
-        return reference.ends_of(groups, m=m) if self._by_size else groups
+        return reference.ends_of(meshes.replicated(groups), m=m) if self._by_size else groups
 
 
 def weights(b, b_ptrs):

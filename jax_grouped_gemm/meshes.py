@@ -90,13 +90,25 @@ def computed(run, mesh, specs, operands):
         if kind == jax.sharding.AxisType.Explicit
     )
     out = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
-    return _auto_axes()(run, axes=axes, out_sharding=out)(*operands)
+    # What is kept for a backward pass is then the operands as they are, and not as they are inside, where their types have
+    # another mesh, which JAX refuses to mix. Nothing is computed again, since results are not kept.
+    compute = _since_jax_0_7("auto_axes")(run, axes=axes, out_sharding=out)
+    return jax.checkpoint(compute, prevent_cse=False)(*operands)
 
 
-def _auto_axes():
-    if hasattr(jax.sharding, "auto_axes"):  # since JAX 0.7
-        return jax.sharding.auto_axes
-    return importlib.import_module("jax.experimental.shard").auto_axes
+def replicated(x):
+    """x, with no dimension sharded over explicit axes."""
+    sharding = jax.typeof(x).sharding
+    if not has_explicit(sharding) or not any(sharding.spec):
+        return x
+    spec = jax.sharding.PartitionSpec(*[None] * x.ndim)
+    return _since_jax_0_7("reshard")(x, jax.sharding.NamedSharding(sharding.mesh, spec))
+
+
+def _since_jax_0_7(name):
+    """Of jax.sharding, or of where it was before."""
+    module = jax.sharding if hasattr(jax.sharding, name) else importlib.import_module("jax.experimental.shard")
+    return getattr(module, name)
 
 
 # --- one device's part ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.lax.lax import canonicalize_precision
 
-from jax_grouped_gemm import calls, config, contract, ffi_call, reference, rows, wgrad_call
+from jax_grouped_gemm import calls, config, contract, ffi_call, meshes, reference, rows, wgrad_call
 
 ROW_RAGGED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -96,8 +96,13 @@ def _wide_enough(x):
 
 
 def _check(lhs, rhs, group_sizes, numbers, output, offset, out_sharding):
-    """As JAX does, which knows of no groups elsewhere. Returns the result's dtype."""
+    """As JAX does, which knows of no groups elsewhere. Returns the result's dtype.
+
+    Of shapes and dtypes alone: JAX infers no sharding on explicit axes, which the kernels do.
+    """
     precision, preferred = output
+    if out_sharding is None:
+        lhs, rhs, group_sizes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs, group_sizes))
     if offset and len(numbers.rhs_group_dimensions) == 1 and group_sizes.ndim:
         (group_dim,) = numbers.rhs_group_dimensions
         contract.check_local_groups(rhs.shape[group_dim], group_sizes.shape[-1])
@@ -106,7 +111,7 @@ def _check(lhs, rhs, group_sizes, numbers, output, offset, out_sharding):
         rhs = jax.ShapeDtypeStruct(shape, rhs.dtype)
     product = functools.partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, precision=precision)
     product = functools.partial(product, preferred_element_type=preferred, **_sharded(out_sharding))
-    return jax.eval_shape(product, lhs, rhs, group_sizes).dtype
+    return jax.eval_shape(product if out_sharding is not None else meshes.without(product), lhs, rhs, group_sizes).dtype
 
 
 def _sharded(out_sharding):
@@ -127,7 +132,9 @@ def reduce(lhs, rhs, group_sizes, numbers, precision, output_dtype, offset):
         return "shapes are not static"
     if _mode(numbers) == "batch":
         return ""  # a plain batched product
-    dtype = "float32" if wide else jnp.dtype(output_dtype).name  # that the kernels write
+    dtype = jnp.dtype(output_dtype).name
+    if wide and dtype in config.D_DTYPES:
+        dtype = "float32"  # and rounded once, after the sum
     if _mode(numbers) == "kept":
         plan = _kept(_Dims.of(lhs, rhs, numbers), dtype, offset)
     else:
@@ -291,7 +298,7 @@ def _groups(dims, group_sizes, group_offset, experts):
     Each prefix has a group without an expert before its first one if there is an offset, and one behind its last one unless it is the only prefix.
     """
     prefixes, local = experts.shape
-    sizes = jnp.clip(_wide_enough(group_sizes), 0, dims.rows).astype(jnp.int32)
+    sizes = jnp.clip(_wide_enough(meshes.replicated(group_sizes)), 0, dims.rows).astype(jnp.int32)
     sizes = jnp.broadcast_to(sizes, (*dims.prefixes, group_sizes.shape[-1]))
     sizes = sizes.reshape(prefixes, group_sizes.shape[-1])
     ends = jax.vmap(functools.partial(reference.ends_of, m=dims.rows))(sizes)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.export
@@ -71,6 +72,47 @@ def test_entered_later_and_again():
         with context:
             assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == [library.FORWARD]
         assert custom_calls(jax.lax.ragged_dot, *OPERANDS) == []
+
+
+def test_entered_within_itself():
+    context = jgg.accelerate()
+    jgg.accelerate(False)
+    with context:
+        with context:
+            pass
+        assert acceleration.active()
+    assert not acceleration.active()
+
+
+def test_blocks_of_threads_that_overlap():
+    both_inside, first_left = threading.Barrier(2), threading.Event()
+    found = []
+
+    def first():
+        with jgg.accelerate():
+            both_inside.wait(10)
+        first_left.set()
+
+    def second():
+        with jgg.accelerate():
+            both_inside.wait(10)
+            assert first_left.wait(10)
+            found.append(acceleration.active())
+
+    threads = [threading.Thread(target=run) for run in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True]
+    assert not acceleration.active()
+
+
+def test_called_in_a_block():
+    with jgg.accelerate():
+        jgg.accelerate(False)
+        assert not acceleration.active()
+    assert not acceleration.active()
 
 
 @pytest.mark.parametrize("on", ["1", 2, None, jax.lax.ragged_dot])

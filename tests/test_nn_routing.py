@@ -72,7 +72,7 @@ def test_routing(seed, tokens, experts, k, normalize, masked, ties):
     real = np.ones(tokens, bool) if mask is None else np.asarray(mask)
 
     probs = softmax(np.where(real[:, None], logits, 0)) if tokens else np.zeros((0, experts))
-    expert = np.argsort(-probs.astype(np.float32), axis=1, kind="stable")[:, :k]
+    expert = np.argsort(-np.where(real[:, None], logits, 0), axis=1, kind="stable")[:, :k]
     prob = np.take_along_axis(probs, expert, 1)
     prob = prob / prob.sum(axis=1, keepdims=True) if normalize else prob
     expert[~real], prob[~real] = experts, 0
@@ -106,6 +106,12 @@ def test_logits_of_other_dtypes_are_routed_in_float32(rng):
     routed = routing.top_k_route(logits.astype(jnp.bfloat16), 2)
     want = routing.top_k_route(logits.astype(jnp.bfloat16).astype(jnp.float32), 2)
     np.testing.assert_array_equal(routed.prob, want.prob)
+
+
+def test_experts_whose_probability_is_zero_are_in_the_order_of_their_logits():
+    got = routing.top_k_route(jnp.array([[-200.0, -150.0, 0.0]]), 2)
+    np.testing.assert_array_equal(got.expert, [[2, 1]])
+    np.testing.assert_array_equal(got.prob, [[1, 0]])
 
 
 def test_combine_adds_in_float32(rng):
@@ -420,6 +426,8 @@ def test_lists_and_numpy_arrays(rng):
         (lambda r: routing.top_k_route([[1.0, 2.0], [1.0]], 1), "logits must be a JAX or NumPy array; got list; convert it"),
         (lambda r: routing.top_k_route(1.0, 1), "logits must be (T, E); got ()"),
         (lambda r: routing.top_k_route(jnp.zeros((4, 3)), 1, mask="yes"), "mask must be a JAX or NumPy array; got str; convert it"),
+        (lambda r: routing.load_balancing_loss(jnp.zeros((5, 3)), r), "logits must be (T, E) = (4, 3), those that were routed; got (5, 3); pass"),
+        (lambda r: routing.load_balancing_loss(jnp.zeros((4, 2)), r), "logits must be (T, E) = (4, 3), those that were routed; got (4, 2); pass"),
         (lambda r: routing.router_z_loss("logits"), "logits must be a JAX or NumPy array; got str; convert it"),
         (lambda r: routing.dispatch(2.0, r), "x must be (T, D) with T = 4; got ()"),
         (lambda r: routing.combine("rows", r), "rows must be a JAX or NumPy array; got str; convert it"),

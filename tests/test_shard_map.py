@@ -23,6 +23,7 @@ from sharding_problems import (
     M,
     N,
     assert_weights_stay,
+    both,
     collectives,
     explicit_mesh,
     local_ends,
@@ -185,6 +186,55 @@ def test_explicit_axes(layout, kind, in_context):
         for name, x in got.items():
             assert x.sharding.is_equivalent_to(sharded[name].sharding, x.ndim), name
         oracle.check_cotangents(got, case, outputs)
+
+
+@pytest.mark.parametrize(
+    "wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))], ids=["jit", "remat", "both"]
+)
+def test_derivatives_from_outside_of_a_program(wrap):
+    """On explicit axes. What is kept in between has the types of the operands, and no product is made twice."""
+    case = make(d_dtype="float32")
+    outputs = random_outputs(case)
+    mesh = explicit_mesh()
+    with set_mesh(mesh):
+        arrays, options = split(case)
+        arrays = {name: put(mesh, x, specs(P("x"), P(None, "y"))[name]) for name, x in arrays.items()}
+        d = tuple(put(mesh, x, P("x", "y")) for x in outputs)
+        run = both(case, wrap(lambda arrays: grouped_gemm(**arrays, **options)))
+        found, got = run(arrays, d)
+        oracle.check(found, case)
+        oracle.check_cotangents(got, case, outputs)
+        for name, x in got.items():
+            assert x.sharding.is_equivalent_to(arrays[name].sharding, x.ndim), name
+        products = str(jax.make_jaxpr(jax.jit(run))(arrays, d))
+        if wrap is jax.jit:
+            assert [products.count(f" = {name}[") for name in ("grouped_gemm", "grouped_wgrad")] == [2, 1]
+        along = {name: jnp.ones_like(x) for name, x in arrays.items() if name in oracle.present(case)}
+        linear = lambda moving: wrap(lambda moving: grouped_gemm(**(arrays | moving), **options))(moving)
+        tangent = jax.linearize(linear, {name: arrays[name] for name in along})[1](along)
+        assert tangent.sharding.is_equivalent_to(found.sharding, 2)
+
+
+def test_explicit_axes_of_sizes():
+    case = make()
+    mesh = explicit_mesh()
+    sizes = np.diff(case.offsets, prepend=0).astype(np.int32)
+    with set_mesh(mesh):
+        a, b, sizes = put(mesh, case.a, P("y")), put(mesh, case.b, P()), put(mesh, sizes, P("x"))
+        oracle.check(grouped_gemm(a, b, group_sizes=sizes), case)
+        oracle.check(jax.jit(lambda *x: grouped_gemm(*x[:2], group_sizes=x[2]))(a, b, sizes), case)
+
+
+def test_explicit_axes_of_ragged_dot():
+    case = make()
+    mesh = explicit_mesh()
+    sizes = np.diff(case.offsets, prepend=0).astype(np.int32)
+    with set_mesh(mesh):
+        a, b = put(mesh, case.a, P("x")), put(mesh, case.b.swapaxes(1, 2), P(None, None, "y"))
+        for sharded in (P(), P("x")):
+            found = jgg.ragged_dot(a, b, put(mesh, sizes, sharded))
+            assert jax.typeof(found).sharding.spec == P("x", "y")
+            oracle.check(found, case)
 
 
 def test_explicit_axes_of_constants(partitioner):

@@ -30,6 +30,14 @@ def check_rows(name, array, rows, symbol, meaning):
         raise ValueError(f"{name} must be ({symbol}, D) with {symbol} = {rows}; got {array.shape}; pass {meaning}")
 
 
+def check_routed(logits, routed):
+    """(T, E) both."""
+    if logits != routed:
+        raise ValueError(
+            f"logits must be (T, E) = {routed}, those that were routed; got {logits}; pass those of routing"
+        )
+
+
 def check_dense_rows(rows):
     contract.check_rank("rows", rows, 2, "(M, in)")
 

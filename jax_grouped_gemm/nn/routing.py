@@ -25,7 +25,7 @@ class Routing(NamedTuple):
 
 
 def top_k_route(logits, k, *, normalize=True, mask=None):
-    """Chooses for each token the k experts of the largest softmax probability.
+    """Chooses for each token the k experts of the largest logits, and so of the largest softmax probabilities.
 
     With `normalize` the probabilities of a token's k experts are divided by their sum: the softmax over the logits of these
     alone (Mixtral of Experts, Jiang et al. 2024, arXiv:2401.04088, section 2.1). Without, they are those among all experts
@@ -49,8 +49,11 @@ def top_k_route(logits, k, *, normalize=True, mask=None):
     checks.check_unsharded(logits, mask)
     checks.check_top_k(k, logits.shape[1])
     num_experts = logits.shape[1]
-    probs = jax.nn.softmax(_of_tokens(mask, logits.astype(jnp.float32)))
-    _, expert = jax.lax.top_k(jax.lax.stop_gradient(probs), k)
+    logits = _of_tokens(mask, logits.astype(jnp.float32))
+    probs = jax.nn.softmax(logits)
+    # Of the logits: probabilities may be zero, and so equal, where these are not. top_k would have -0 below 0.
+    ranked = jax.lax.stop_gradient(logits)
+    _, expert = jax.lax.top_k(jnp.where(ranked == 0, 0, ranked), k)
     # Not the values of top_k, nor take_along_axis: these are transposed to scatters.
     prob = jnp.where(_one_hot(expert, num_experts), probs[:, None, :], 0).sum(axis=2)
     if normalize:
@@ -126,8 +129,12 @@ def load_balancing_loss(logits, routing):
 
     Returns:
       () float32; 0 if there are no tokens.
+
+    Raises:
+      ValueError: shape or dtype of `logits`, or `routing` of others.
     """
     logits, _ = _logits(logits, routing.mask)
+    checks.check_routed(logits.shape, (len(routing.expert), len(routing.group_sizes)))
     probs = jax.nn.softmax(_of_tokens(routing.mask, logits.astype(jnp.float32)))
     pairs = routing.group_sizes.sum()
     fraction = routing.group_sizes.astype(jnp.float32) / jnp.maximum(pairs, 1).astype(jnp.float32)
