@@ -36,7 +36,8 @@ class accelerate:
     8, and an export `disabled_checks`, as for `grouped_gemm`. Turning it on or off drops JAX's caches of compiled programs
     (`jax.clear_caches()`), since these hold one lowering or the other; programs compiled by hand
     (`.lower().compile()`) or exported stay as they are. Other threads must not compile at that moment. It is lowering that is
-    changed, so a `with` block in a function that is being traced has no effect.
+    changed, so a `with` block in a function that is being traced has no effect. While it is on, JAX refuses programs with a
+    ragged_dot whose arrays are on several meshes, or on an `AbstractMesh`, on every platform.
 
     Args:
       on: False to have JAX's own lowering back.
@@ -46,7 +47,8 @@ class accelerate:
         self._on = contract.check_flag("on", on)
         self._blocks: list = []
         with _lock:
-            self._changed, self._before = _settings[-1], _settings[-1].on
+            self._changed: Any = _settings[-1]
+            self._before = self._changed.on
             self._changed.on = self._on
             _apply()
 

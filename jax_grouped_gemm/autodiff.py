@@ -11,8 +11,8 @@ the forward and the backward pass only operands are kept, those that the cotange
     prob           a, b, alpha            bias                none with bias
     bias                                  prob                a narrow grouped_wgrad
 
-and always offsets and experts. The kernels take bfloat16: the cotangent of D is rounded to it, or what those of D and C
-are together, which is one temporary (M, N); then that of prob, which is a factor of D alone, takes a product of its own.
+and always offsets and experts. The kernels take bfloat16: the cotangent of D is rounded to it (but where the operand
+that it is for is float32, see `calls.Call.parts`), or what those of D and C are together, which is one temporary (M, N); then that of prob, which is a factor of D alone, takes a product of its own.
 Addresses (b_ptrs) have no cotangents, and what lies behind them is a constant.
 
 grouped_wgrad is linear in each of its operands: its tangent is a sum of such calls too, and the cotangents of x and y
@@ -210,24 +210,31 @@ def _wgrad_transpose(outputs, *operands, call):
     wanted = call.split([ad.is_undefined_primal(x) for x in operands])
     at = call.split([None if ad.is_undefined_primal(x) else x for x in operands])
     of_rows = calls.Call(
-        call.m, call.n, call.k, call.l, "k", "dense", "bfloat16",
+        call.m, call.n, call.k, call.l, "k", "dense", "bfloat16" if call.parts == 1 else "float32",
         has_alpha=call.has_alpha, has_prob=False, mapped_groups=call.mapped_groups, distinct_experts=True,
-        **rows.kernel_options(call),
+        parts=call.parts, **rows.kernel_options(call),
     )  # fmt: skip
-    by = Operands(None, at.offsets, at.experts, at.alpha, None, None, (d.astype(jnp.bfloat16),))
+
+    def by(a):
+        # In parts: d where a is bfloat16, so that what is asked for is float32, and a otherwise.
+        wide = call.parts > 1 and a.dtype == jnp.bfloat16
+        weights = d.astype(jnp.float32 if wide else jnp.bfloat16)
+        return Operands(a, at.offsets, at.experts, at.alpha, None, None, (weights,))
+
     found = WgradOperands(*[None] * 6)
     if wanted.x:
-        found = found._replace(x=grouped_gemm(of_rows, by._replace(a=at.y))[0])
+        found = found._replace(x=grouped_gemm(of_rows, by(at.y))[0])
     if wanted.y:
         transposed = dataclasses.replace(of_rows, n=call.k, k=call.n, b_major="n")
-        found = found._replace(y=grouped_gemm(transposed, by._replace(a=at.x))[0])
+        found = found._replace(y=grouped_gemm(transposed, by(at.x))[0])
     if wanted.alpha:
-        (u,) = grouped_gemm(dataclasses.replace(of_rows, has_alpha=False), by._replace(a=at.y))
+        (u,) = grouped_gemm(dataclasses.replace(of_rows, has_alpha=False), by(at.y))
         along = rows.Owners(call, at.offsets, at.experts).mask(rows.dots(u, at.x))
         found = found._replace(alpha=rows.total(call, at.offsets, along))
     if wanted.total:
         found = found._replace(total=d)
-    return [x for x, there in zip(found, wanted, strict=True) if there is not None]
+    flat = [x for x, there in zip(found, wanted, strict=True) if there is not None]
+    return [None if x is None else x.astype(operand.aval.dtype) for x, operand in zip(flat, operands, strict=True)]
 
 
 ffi_call.register(grouped_gemm_tangent_p, lambda platform, *operands, call: _tangent(*operands, call=call))

@@ -44,6 +44,8 @@ class Call(_Grouped):
     mapped_groups: None where group g is expert g's. Else the number of groups, whose experts are an operand: (groups,)
       int32, and the rows of a group with an index outside [0, L) are zero. alpha is (groups,) then, bias (groups, N).
     distinct_experts: with mapped_groups, each expert has one group, neither none nor several.
+    parts: above 1, one of a and b is float32, the other bfloat16, and the product is the sum of those with as many bfloat16
+      that add up to it (`parts.of`). There are dense weights and no factors then, and D may have any floating type.
     """
 
     m: int
@@ -64,6 +66,7 @@ class Call(_Grouped):
     overlap_margin: int = 0
     mapped_groups: int | None = None
     distinct_experts: bool = False
+    parts: int = 1
 
     @property
     def empty(self):
@@ -108,6 +111,7 @@ class WgradCall(_Grouped):
     mapped_groups: None where group g makes D[g]. Else the number of groups, whose results' indices are an operand:
       (groups,) int32, none twice; a group with an index outside [0, L) makes none. Each D[i] must have a group. alpha is
       (groups,).
+    parts: as in `Call`, of x and y; without a sum so far.
     The rest as in `Call`.
     """
 
@@ -124,6 +128,7 @@ class WgradCall(_Grouped):
     cluster_shape_mn: tuple[int, int] | None = None
     overlap_margin: int = 0
     mapped_groups: int | None = None
+    parts: int = 1
 
     @property
     def empty(self):

@@ -24,6 +24,8 @@ def of_operands(call, wanted, at, d, c):
         d = c if d is None else d.astype(jnp.float32) + c.astype(jnp.float32)
     if d is None:
         return _nothing(wanted)
+    if call.parts > 1:
+        return _in_parts(call, wanted, at, d.astype(jnp.float32))
     g = d.astype(jnp.bfloat16)
     found: dict = {}
     if call.has_bias:
@@ -39,6 +41,17 @@ def of_operands(call, wanted, at, d, c):
         found["b"] = tuple(w if wants else None for w, wants in zip(weights, wanted.b, strict=True))
     if of_rows:
         found |= _of_rows(call, wanted, at, g)
+    return _nothing(wanted)._replace(**found)
+
+
+def _in_parts(call, wanted, at, g):
+    """Of the operand of float32 it is made of g in parts, of the other one with the operand in parts."""
+    beside = lambda x: g if x.dtype == jnp.bfloat16 else g.astype(jnp.bfloat16)
+    found: dict = {}
+    if any(wanted.b):
+        found["b"] = (_of_weights(call, at, beside(at.a))[0],)
+    if wanted.a:
+        found |= _of_rows(call, wanted, at, beside(at.b[0]))
     return _nothing(wanted)._replace(**found)
 
 
@@ -79,8 +92,8 @@ def _of_weights(call, at, g):
     if call.b_major == "n":
         x, y, n, k = y, x, k, n
     wgrad = calls.WgradCall(
-        call.m, n, k, call.l, "bfloat16", has_alpha=alpha is not None, mapped_groups=mapped_groups,
-        **rows.kernel_options(call),
+        call.m, n, k, call.l, "bfloat16" if call.parts == 1 else "float32", has_alpha=alpha is not None,
+        mapped_groups=mapped_groups, parts=call.parts, **rows.kernel_options(call),
     )  # fmt: skip
     return grouped_wgrad(wgrad, WgradOperands(x, y, offsets, experts, alpha, None)), scale is not None or sums
 
@@ -99,11 +112,12 @@ def _of_rows(call, wanted, at, g):
         call.l,
         "n" if call.b_major == "k" else "k",
         call.weights,
-        "bfloat16" if wanted.a else "float32",
+        "bfloat16" if wanted.a and call.parts == 1 else "float32",
         has_alpha=call.has_alpha and not after_alpha,
         has_prob=call.has_prob and not after_prob,
         mapped_groups=call.mapped_groups,
         distinct_experts=call.distinct_experts,
+        parts=call.parts,
         **rows.kernel_options(call),
     )
     factors = {"alpha": at.alpha if dgrad.has_alpha else None, "prob": at.prob if dgrad.has_prob else None}

@@ -14,7 +14,7 @@ from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowe
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_grouped_gemm import config, contract, library, meshes, partitioning, reference
+from jax_grouped_gemm import config, contract, library, meshes, partitioning, parts, reference
 
 logger = logging.getLogger("jax_grouped_gemm")
 
@@ -104,6 +104,8 @@ def log_once(message):
 
 def _implementation(platform, *operands, call):
     named = call.split(operands)
+    if call.parts > 1:
+        return parts.added(functools.partial(_implementation, platform), operands, call)
     if call.k == 0:  # sums of nothing, which no weights and no alpha make anything of: the bias is left
         return reference.grouped_gemm(call, *named._replace(alpha=None, b=jnp.zeros(call.b_shape, jnp.bfloat16)))
     if uses_kernels(platform, call):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.lax.lax import canonicalize_precision
 
-from jax_grouped_gemm import calls, config, contract, ffi_call, meshes, reference, rows, wgrad_call
+from jax_grouped_gemm import calls, config, contract, ffi_call, meshes, reference, wgrad_call
 
 ROW_RAGGED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -39,8 +39,9 @@ def ragged_dot(
 
     The kernels compute products of bfloat16 whose K and N are multiples of 8. An operand of float32 beside one of bfloat16 is
     taken as two bfloat16 that add up to it within 2^-17, closer than the TF32 of a GPU's own products, or, with a precision
-    above "high", as three, exactly: as many products. All else goes to JAX, with what its own product lacks (vmap of some
-    operands alone, axes of an explicit mesh), and a line of the log says so, once for every reason.
+    above "high", as three, exactly: as many products. Its derivatives are as close, with tangents and cotangents in parts; those
+    by the other operand are bfloat16, of a cotangent that is rounded to it. All else goes to JAX, with what its own product
+    lacks (vmap of some operands alone, axes of an explicit mesh), and a line of the log says so, once for every reason.
 
     Returns:
       (M, N). Rows past the last group are zero.
@@ -133,35 +134,16 @@ def reduce(lhs, rhs, group_sizes, numbers, precision, output_dtype, offset):
     if _mode(numbers) == "batch":
         return ""  # a plain batched product
     dtype = jnp.dtype(output_dtype).name
-    if wide and dtype in config.D_DTYPES:
-        dtype = "float32"  # and rounded once, after the sum
+    parts = _parts(precision) if wide else 1
     if _mode(numbers) == "kept":
-        plan = _kept(_Dims.of(lhs, rhs, numbers), dtype, offset)
-    else:
-        plan = _contracted(_Dims.of(lhs, rhs, numbers), group_sizes.shape[-1], dtype, offset)
-    if not wide or not callable(plan):
-        return plan
-    return _in_parts(plan, lhs.dtype == jnp.float32, precision, output_dtype)
+        return _kept(_Dims.of(lhs, rhs, numbers), dtype, offset, parts)
+    return _contracted(_Dims.of(lhs, rhs, numbers), group_sizes.shape[-1], dtype, offset, parts)
 
 
-def _in_parts(product, lhs_is_wide, precision, dtype):
-    """The product with one operand of float32, as a sum of products of bfloat16. precision: as JAX's primitive has it."""
+def _parts(precision):
+    """Of an operand of float32. precision: as JAX's primitive has it."""
     modest = {None, jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH}
-    count = 2 if modest.issuperset(precision if isinstance(precision, tuple) else (precision,)) else 3
-
-    def summed(lhs, rhs, group_sizes, group_offset=None):
-        if lhs_is_wide:
-            found = [product(part, rhs, group_sizes, group_offset) for part in _parts(lhs, count)]
-        else:
-            found = [product(lhs, part, group_sizes, group_offset) for part in _parts(rhs, count)]
-        return functools.reduce(jnp.add, reversed(found)).astype(dtype)  # the smallest first
-
-    return summed
-
-
-def _parts(x, count):
-    """bfloat16 that add up to x. A derivative by x is that by the first one: those by the others are the same, times zero."""
-    return [x.astype(jnp.bfloat16), *rows.pieces(jax.lax.stop_gradient(x))[1:count]]
+    return 2 if modest.issuperset(precision if isinstance(precision, tuple) else (precision,)) else 3
 
 
 def _mode(numbers):
@@ -217,7 +199,7 @@ class _Dims:
         return math.prod(self.lhs_sizes(self.inner))
 
 
-def _kept(dims, dtype, offset):
+def _kept(dims, dtype, offset, parts):
     lhs_order = (*dims.batch[0], *dims.outer, dims.ragged, *dims.inner, *dims.contracted[0])
     # Of rhs nothing is moved if its matrices lie whole, whichever of their dimensions is the outer one.
     stacked = tuple(d for d in range(len(dims.rhs)) if d in (*dims.batch[1], *dims.group_rhs))
@@ -241,6 +223,7 @@ def _kept(dims, dtype, offset):
     mapped = None if len(experts) == 1 and not offset else len(experts) * (local + (len(experts) > 1) + offset)
     call = calls.Call(
         m, n, k, l, b_major, "dense", dtype, False, False, None, mapped_groups=mapped, distinct_experts=outer == 1,
+        parts=parts,
     )  # fmt: skip
 
     def product(lhs, rhs, group_sizes, group_offset=None):
@@ -253,7 +236,7 @@ def _kept(dims, dtype, offset):
     return product
 
 
-def _contracted(dims, groups, dtype, offset):
+def _contracted(dims, groups, dtype, offset, parts):
     kept_lhs = tuple(d for d in range(len(dims.lhs)) if d not in (*dims.batch[0], *dims.contracted[0]))
     lhs_order = (*dims.batch[0], *dims.contracted[0], *kept_lhs)
     rhs_order = (*dims.batch[1], *dims.contracted[1], *dims.kept_rhs)
@@ -263,13 +246,14 @@ def _contracted(dims, groups, dtype, offset):
     l = outer * groups * batch
     if (why := _unfit(M=m, N=n, K=k, L=l)) is not None:
         return why
-    if dtype not in (result for result, _ in config.WGRAD_RESULTS):
+    if dtype not in ([result for result, _ in config.WGRAD_RESULTS] if parts == 1 else config.D_DTYPES):
         return f"the result is {dtype}, weight gradients are bfloat16 or float32"
     # Results lie (outer, group, batch): the sum over `outer` comes after.
     experts = np.arange(l).reshape(outer, groups, batch).transpose(2, 0, 1).reshape(batch * outer, groups)
     shape = (groups, *dims.lhs_sizes((*dims.batch[0], *kept_lhs)), *dims.rhs_sizes(dims.kept_rhs))
     mapped = None if len(experts) == 1 and not offset else len(experts) * (groups + (len(experts) > 1) + offset)
-    call = calls.WgradCall(m, n, k, l, dtype if outer == 1 else "float32", False, None, mapped_groups=mapped)
+    d_dtype = dtype if outer == 1 else "float32"
+    call = calls.WgradCall(m, n, k, l, d_dtype, False, None, mapped_groups=mapped, parts=parts)
 
     def product(lhs, rhs, group_sizes, group_offset=None):
         x = lhs.transpose(lhs_order).reshape(m, n)

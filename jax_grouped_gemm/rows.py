@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from jax_grouped_gemm import calls, contract, meshes, reference, wgrad_call
+from jax_grouped_gemm import calls, contract, meshes, parts, reference, wgrad_call
 
 
 class Owners:
@@ -52,31 +52,18 @@ def sums(call, offsets, x, factor):
     It is a product with so narrow a matrix that only the reading of x counts, always in the same order. XLA's segment
     sum is a scatter: atomic additions on a GPU, in whichever order.
     """
-    parts = [jnp.ones(call.m, jnp.bfloat16)] if factor is None else pieces(factor)
-    y = jnp.pad(jnp.stack(parts, axis=1), ((0, 0), (0, contract.ALIGNMENT - len(parts))))
+    columns = [jnp.ones(call.m, jnp.bfloat16)] if factor is None else parts.of(factor)
+    y = jnp.pad(jnp.stack(columns, axis=1), ((0, 0), (0, contract.ALIGNMENT - len(columns))))
     wgrad = calls.WgradCall(
         call.m, x.shape[1], contract.ALIGNMENT, call.groups, "float32", has_alpha=False, **kernel_options(call)
     )
     d = wgrad_call.grouped_wgrad(wgrad, calls.WgradOperands(x, y, offsets, None, None, None))
-    return jnp.sum(d[:, :, : len(parts)], axis=2)
+    return jnp.sum(d[:, :, : len(columns)], axis=2)
 
 
 def total(call, offsets, values):
     """Of each group, (G,) float32: the sum of values (M,) float32 over its rows."""
     return sums(call, offsets, jnp.ones((call.m, contract.ALIGNMENT), jnp.bfloat16), values)[:, 0]
-
-
-def pieces(values):
-    """Three bfloat16 that add up to the float32 exactly. What rounds to infinity is infinite.
-
-    Conversions there and back would not do: XLA may leave both out.
-    """
-    found, rest = [], values
-    for _ in range(3):
-        high = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
-        found.append(high.astype(jnp.bfloat16))
-        rest = jnp.where(jnp.isinf(high), 0, rest - high)
-    return found
 
 
 def by_expert(call, offsets, experts, *operands):

@@ -1,11 +1,13 @@
 """The primitive of `grouped_gemm_wgrad`, as `ffi_call` has that of `grouped_gemm`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from jax_grouped_gemm import config, ffi_call, library, meshes, partitioning, reference
+from jax_grouped_gemm import config, ffi_call, library, meshes, partitioning, parts, reference
 
 grouped_wgrad_p = Primitive("grouped_wgrad")
 grouped_wgrad_p.multiple_results = True
@@ -29,6 +31,8 @@ def _abstract_eval(*operands, call):
 
 
 def _implementation(platform, *operands, call):
+    if call.parts > 1:
+        return parts.added(functools.partial(_implementation, platform), operands, call)
     if ffi_call.uses_kernels(platform, call):
         return _kernels(call, operands)
     return reference.grouped_wgrad(call, *call.split(operands))

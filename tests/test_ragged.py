@@ -172,27 +172,88 @@ def test_mixed_operands_in_every_mode(name):
     close(got, want)
 
 
+def in_float64(function, *operands):
+    with jax.enable_x64(True):
+        found = function(*(jnp.asarray(np.asarray(x, np.float64)) for x in operands))
+        return jax.tree.map(lambda x: np.asarray(x, np.float64), found)
+
+
+@pytest.mark.parametrize(("precision", "eps"), [(None, 2.0**-15), ("highest", 2.0**-21)], ids=str)
 @pytest.mark.parametrize("wide", [0, 1], ids=["lhs", "rhs"])
-def test_gradients_of_mixed_operands(wide):
-    lhs, rhs, sizes, dims, _ = mixed("kept, (g, k, n)", wide)
-    ct = jnp.asarray(np.random.default_rng(1).standard_normal((21, 24), np.float32), jnp.bfloat16)
-    of = lambda product, scale: lambda lhs, rhs: jnp.sum(product(lhs, rhs).astype(jnp.float32) * scale)
-    ours = of(lambda lhs, rhs: jgg.ragged_dot_general(lhs, rhs, sizes, dims), ct.astype(jnp.float32))
-    theirs = of(lambda lhs, rhs: _masked(lhs, rhs, sizes, dims), ct.astype(jnp.float32))
-    got = jax.grad(ours, (0, 1))(lhs, rhs)
-    want = jax.grad(theirs, (0, 1))(lhs.astype(jnp.float32), rhs.astype(jnp.float32))
+@pytest.mark.parametrize("name", MIXED)
+def test_derivatives_of_mixed_operands(name, wide, precision, eps):
+    """By the operand of float32 as close as the product is, with tangents and cotangents that bfloat16 does not hold."""
+    lhs, rhs, sizes, dims, want = mixed(name, wide)
+    rng = np.random.default_rng(1)
+    ct = jnp.asarray(rng.standard_normal(want.shape, np.float32))
+    tangents = [jnp.asarray(rng.standard_normal(x.shape, np.float32)).astype(x.dtype) for x in (lhs, rhs)]
+    product = lambda lhs, rhs: jgg.ragged_dot_general(lhs, rhs, sizes, dims, precision)
+    theirs = lambda lhs, rhs: _masked(lhs, rhs, sizes, dims)
+
+    out, pull = jax.vjp(product, lhs, rhs)
+    assert out.dtype == jnp.float32
+    got = pull(ct)
     assert [x.dtype for x in got] == [lhs.dtype, rhs.dtype]
-    for x, y in zip(got, want, strict=True):
-        close(x, y, 2.0**-7)  # that of the other operand is a sum of two, each rounded
+    exact = in_float64(lambda lhs, rhs, ct: jax.vjp(theirs, lhs, rhs)[1](ct), lhs, rhs, ct)
+    close(got[wide], exact[wide], eps)
+    error = np.asarray(got[1 - wide], np.float64) - exact[1 - wide]
+    assert np.linalg.norm(error) <= 2.0**-8 * np.linalg.norm(exact[1 - wide])
+
+    along = lambda product: lambda lhs, rhs, *tangents: jax.jvp(product, (lhs, rhs), tangents)[1]
+    close(along(product)(lhs, rhs, *tangents), in_float64(along(theirs), lhs, rhs, *tangents), eps)
+
+    by_one = lambda product: (
+        lambda x, other, ct: jax.linear_transpose(lambda x: product(*((x, other) if wide == 0 else (other, x))), x)(ct)[
+            0
+        ]
+    )
+    operands = ((lhs, rhs) if wide == 0 else (rhs, lhs)) + (ct,)
+    close(by_one(product)(*operands), exact[wide], eps)
 
 
-def test_infinities_and_nan_of_mixed_operands():
-    """An infinity has no parts beside it; what is past float32's bfloat16 is one, which its own product is close to."""
+@pytest.mark.parametrize("wide", [0, 1], ids=["lhs", "rhs"])
+@pytest.mark.parametrize("name", ["kept, (g, k, n)", "contracted"])
+def test_higher_derivatives_of_mixed_operands(name, wide):
+    """And of batches, and of their derivatives."""
+    lhs, rhs, sizes, dims, want = mixed(name, wide)
+    ct = jnp.asarray(np.random.default_rng(1).standard_normal(want.shape, np.float32))
+    operands = [jnp.stack([x, x[::-1]]) for x in (lhs, rhs)]
+
+    def of(product):
+        square = lambda lhs, rhs, ct: jnp.sum(product(lhs, rhs).astype(ct.dtype) ** 2 * ct)
+        inner = lambda lhs, rhs, ct: jax.grad(square, wide)(lhs, rhs, ct)
+        batch = lambda lhs, rhs, ct: jax.vmap(inner, (0, 0, None))(lhs, rhs, ct)
+        outer = lambda lhs, rhs, ct: jnp.sum(batch(lhs, rhs, ct) ** 2)
+        return lambda lhs, rhs, ct: (batch(lhs, rhs, ct), jax.grad(outer, wide)(lhs, rhs, ct))
+
+    got = of(lambda lhs, rhs: jgg.ragged_dot_general(lhs, rhs, sizes, dims))(*operands, ct)
+    exact = in_float64(of(lambda lhs, rhs: _masked(lhs, rhs, sizes, dims)), *operands, ct)
+    for x, y in zip(got, exact, strict=True):
+        assert x.dtype == jnp.float32
+        close(x, y, 2.0**-14)
+
+
+def test_infinities_nan_and_the_largest_of_mixed_operands():
     lhs = jnp.ones((8, 16), jnp.float32).at[0, 0].set(jnp.inf).at[1, 0].set(jnp.nan).at[2].set(1 + 2.0**-9)
+    lhs = lhs.at[3].set(0).at[3, 0].set(3.4e38)  # which bfloat16 would round to infinity
     got = jgg.ragged_dot(lhs, jnp.ones((1, 16, 8), jnp.bfloat16), jnp.array([8]))
     assert np.isposinf(got[0]).all()
     assert np.isnan(got[1]).all()
-    np.testing.assert_array_equal(got[2:, 0], [16 + 2.0**-5, 16, 16, 16, 16, 16])
+    np.testing.assert_array_equal(got[[2, 4, 5, 6, 7], 0], [16 + 2.0**-5, 16, 16, 16, 16])
+    np.testing.assert_allclose(got[3], 3.4e38, rtol=2.0**-17)
+    exact = jgg.ragged_dot(lhs, jnp.ones((1, 16, 8), jnp.bfloat16), jnp.array([8]), precision="highest")
+    np.testing.assert_array_equal(exact[3], lhs[3, 0])
+
+
+@pytest.mark.parametrize("name", ["kept, (g, k, n)", "contracted"])
+def test_mixed_operands_with_a_result_that_is_none_of_ours(name, caplog):
+    lhs, rhs, sizes, dims, _ = mixed(name, 0)
+    ragged.ffi_call.log_once.cache_clear()
+    got = jgg.ragged_dot_general(lhs, rhs, sizes, dims, preferred_element_type=jnp.int32)
+    np.testing.assert_array_equal(
+        got, jax.lax.ragged_dot_general(lhs, rhs, sizes, dims, preferred_element_type=jnp.int32)
+    )
+    assert "ragged_dot is JAX's own: the result is int32" in caplog.text
 
 
 # --- group_offset -----------------------------------------------------------------------------------------------------
