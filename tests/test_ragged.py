@@ -90,7 +90,7 @@ def test_gradients(name):
 
     def of_dense(lhs, rhs):
         """JAX has no gradient where the ragged dimension is contracted: differentiate what it says the product is."""
-        return jnp.sum(_masked(lhs, rhs, sizes, dims) * ct.astype(jnp.float32))
+        return jnp.sum(masked(lhs, rhs, sizes, dims) * ct.astype(jnp.float32))
 
     def of_ours(lhs, rhs):
         return jnp.sum(jgg.ragged_dot_general(lhs, rhs, sizes, dims) * ct)
@@ -102,7 +102,7 @@ def test_gradients(name):
         close(ours, theirs)
 
 
-def _masked(lhs, rhs, sizes, dims):
+def masked(lhs, rhs, sizes, dims):
     from jax._src.lax.lax import _ragged_dot_general_impl
 
     return _ragged_dot_general_impl(lhs, rhs, sizes, dims)
@@ -136,7 +136,7 @@ def mixed(name, wide, seed=0):
     shape = operands[wide].shape
     operands[wide] = jnp.asarray(np.random.default_rng(7).standard_normal(shape, np.float32))
     with jax.enable_x64(True):
-        want = np.asarray(_masked(*(jnp.asarray(np.asarray(x, np.float64)) for x in operands), sizes, dims))
+        want = np.asarray(masked(*(jnp.asarray(np.asarray(x, np.float64)) for x in operands), sizes, dims))
     return *operands, sizes, dims, want
 
 
@@ -188,7 +188,7 @@ def test_derivatives_of_mixed_operands(name, wide, precision, eps):
     ct = jnp.asarray(rng.standard_normal(want.shape, np.float32))
     tangents = [jnp.asarray(rng.standard_normal(x.shape, np.float32)).astype(x.dtype) for x in (lhs, rhs)]
     product = lambda lhs, rhs: jgg.ragged_dot_general(lhs, rhs, sizes, dims, precision)
-    theirs = lambda lhs, rhs: _masked(lhs, rhs, sizes, dims)
+    theirs = lambda lhs, rhs: masked(lhs, rhs, sizes, dims)
 
     out, pull = jax.vjp(product, lhs, rhs)
     assert out.dtype == jnp.float32
@@ -227,7 +227,7 @@ def test_higher_derivatives_of_mixed_operands(name, wide):
         return lambda lhs, rhs, ct: (batch(lhs, rhs, ct), jax.grad(outer, wide)(lhs, rhs, ct))
 
     got = of(lambda lhs, rhs: jgg.ragged_dot_general(lhs, rhs, sizes, dims))(*operands, ct)
-    exact = in_float64(of(lambda lhs, rhs: _masked(lhs, rhs, sizes, dims)), *operands, ct)
+    exact = in_float64(of(lambda lhs, rhs: masked(lhs, rhs, sizes, dims)), *operands, ct)
     for x, y in zip(got, exact, strict=True):
         assert x.dtype == jnp.float32
         close(x, y, 2.0**-14)

@@ -34,7 +34,7 @@ from sharding_problems import (
     use_partitioner,
 )
 
-from jax_grouped_gemm import calls, ffi_call, grouped_gemm, grouped_gemm_wgrad, library, partitioning
+from jax_grouped_gemm import calls, ffi_call, grouped_gemm, grouped_gemm_wgrad, library, partitioning, ragged
 
 pytestmark = needs_eight
 
@@ -371,6 +371,38 @@ def test_lowered_for_cuda(mesh):
 
 
 # --- programs around it -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wide", [0, 1], ids=["lhs", "rhs"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "contraction", "experts", "rows and experts over one axis"])
+def test_an_operand_of_float32(mesh, layout, wide):
+    """Each device cuts up its part, and sums over devices are not made part by part."""
+    case = make()
+    rng = np.random.default_rng(1)
+    operands = [case.a, case.b.swapaxes(1, 2)]
+    operands[wide] = rng.standard_normal(operands[wide].shape, np.float32)
+    sizes = np.diff(case.offsets, prepend=0).astype(np.int32)
+    ct = rng.standard_normal((M, N), np.float32)
+
+    def both(lhs, rhs, ct):
+        out, pull = jax.vjp(lambda lhs, rhs: ragged.ragged_dot(lhs, rhs, sizes, None, jnp.float32), lhs, rhs)
+        return out, *pull(ct)
+
+    rows, weights, moved = LAYOUTS[layout]
+    transposed = P(*((tuple(weights) + (None,) * 3)[i] for i in (0, 2, 1)))
+    result = of_result(rows, weights)
+    placed = [put(mesh, x, spec) for x, spec in zip((*operands, ct), (rows, transposed, result), strict=True)]
+    shardings = [NamedSharding(mesh, spec) for spec in (result, rows, transposed)]
+    forward = jax.jit(lambda *x: both(*x)[0], out_shardings=shardings[0]).lower(*placed).compile()
+    found = collectives(forward.as_text())
+    assert {operation for operation, _ in found} == moved
+    assert sum(operation in ("all-reduce", "reduce-scatter") for operation, _ in found) <= 1
+    got = jax.jit(both, out_shardings=tuple(shardings))(*placed)
+    want = jax.jit(both)(*map(jnp.asarray, (*operands, ct)))
+    for x, y in zip(got, want, strict=True):
+        y = np.asarray(y, np.float64)
+        limit = 2.0**-8 if x.dtype == jnp.bfloat16 else 2.0**-20
+        assert np.linalg.norm(np.asarray(x, np.float64) - y) <= limit * np.linalg.norm(y)
 
 
 @pytest.mark.parametrize("layout", ["rows", "contraction", "rows and columns", "rows and experts over one axis"])

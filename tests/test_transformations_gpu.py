@@ -168,20 +168,30 @@ def test_exported_to_a_fresh_process(implementation, tmp_path):
         np.testing.assert_array_equal(fresh, np.asarray(x).astype(np.float32))
 
 
-@pytest.mark.parametrize("wide", [None, 0], ids=["bfloat16", "mixed"])
-@pytest.mark.parametrize("name", [name for name in test_ragged.PRODUCTS if name != "batch"])
+@pytest.mark.parametrize("wide", [None, 0, 1], ids=["bfloat16", "lhs of float32", "rhs of float32"])
+@pytest.mark.parametrize("name", test_ragged.MIXED)
 def test_every_mode_of_ragged_dot(implementation, name, wide):
-    """By the public function, which chooses by platform; against float32 on the CPU."""
-    *operands, sizes, dims = test_ragged.problem(name)
+    """By the public function, which chooses by platform, and its gradients; against float64."""
+    lhs, rhs, sizes, dims, *_ = test_ragged.problem(name) if wide is None else test_ragged.mixed(name, wide)
     with jax.default_device(jax.devices("cpu")[0]):
-        if wide is not None:
-            shape = operands[wide].shape
-            operands[wide] = jnp.asarray(np.random.default_rng(7).standard_normal(shape), jnp.float32)
-        want = np.asarray(test_ragged.of_jax(*operands, sizes, dims))
-    device = jax.devices("cuda" if implementation == "cutedsl" else "cpu")[0]
-    assert ffi_call.choose("cuda" if implementation == "cutedsl" else "cpu", None).kernels == (
-        implementation == "cutedsl"
-    )
-    run = jax.jit(lambda lhs, rhs, sizes: jgg.ragged_dot_general(lhs, rhs, sizes, dims, None, jnp.float32))
-    got = run(*jax.device_put((*operands, sizes), device))
+        product = lambda lhs, rhs: test_ragged.masked(lhs, rhs, sizes, dims)
+        want = test_ragged.in_float64(product, lhs, rhs)
+        ct = np.random.default_rng(8).standard_normal(want.shape, np.float32)
+        exact = test_ragged.in_float64(lambda lhs, rhs, ct: jax.vjp(product, lhs, rhs)[1](ct), lhs, rhs, ct)
+    platform = "cuda" if implementation == "cutedsl" else "cpu"
+    assert ffi_call.choose(platform, None).kernels == (implementation == "cutedsl")
+
+    @jax.jit
+    def run(lhs, rhs, sizes, ct):
+        of_sizes = lambda lhs, rhs: jgg.ragged_dot_general(lhs, rhs, sizes, dims, None, jnp.float32)
+        out, pull = jax.vjp(of_sizes, lhs, rhs)
+        return out, pull(ct)
+
+    got, gradients = run(*jax.device_put((lhs, rhs, sizes, ct), jax.devices(platform)[0]))
     test_ragged.close(np.asarray(got), want, 2.0**-20 if wide is None else 2.0**-15)
+    for i, (x, y) in enumerate(zip(gradients, exact, strict=True)):
+        assert x.dtype == (lhs, rhs)[i].dtype
+        if i == wide:
+            test_ragged.close(x, y, 2.0**-15)
+        else:
+            assert np.linalg.norm(np.asarray(x, np.float64) - y) <= 2.0**-8 * np.linalg.norm(y)
