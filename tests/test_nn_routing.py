@@ -202,6 +202,11 @@ def programs():
     }
 
 
+def scatters_of_floats(text):
+    """Of a compiled program. XLA may make one of integers, of the argsort of a permutation: it adds nothing up."""
+    return re.findall(r"= (?:f32|bf16)\[.* scatter\(", text)
+
+
 @pytest.mark.parametrize("name", programs())
 @pytest.mark.parametrize("masked", [False, True])
 def test_both_directions_are_gathers(rng, name, masked):
@@ -210,15 +215,17 @@ def test_both_directions_are_gathers(rng, name, masked):
     assert "scatter" not in str(jax.make_jaxpr(program)(*operands))
     lowered = jax.jit(program).lower(*operands)
     assert "scatter" not in lowered.as_text()
-    assert "scatter" not in lowered.compile().as_text()
+    assert not scatters_of_floats(lowered.compile().as_text())
 
 
 def test_what_jax_would_do(rng):
     """The search of `test_both_directions_are_gathers` finds what it is for."""
     _, x, _ = make(rng)
-    gather = jax.grad(lambda x: x[jnp.asarray([3, 3, 1])].sum())
+    gather = jax.grad(lambda x: jnp.square(x[jnp.asarray([3, 3, 1])]).sum())
     assert "scatter" in str(jax.make_jaxpr(gather)(x))
-    assert "scatter" in jax.jit(gather).lower(x).as_text()
+    lowered = jax.jit(gather).lower(x)
+    assert "scatter" in lowered.as_text()
+    assert scatters_of_floats(lowered.compile().as_text())
 
 
 # --- transformations --------------------------------------------------------------------------------------------------
