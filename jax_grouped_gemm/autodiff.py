@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from jax_grouped_gemm import calls, cotangents, ffi_call, meshes, rows
+from jax_grouped_gemm import calls, cotangents, ffi_call, meshes, parts, rows
 from jax_grouped_gemm.calls import Operands, WgradOperands
 from jax_grouped_gemm.ffi_call import grouped_gemm, grouped_gemm_p
 from jax_grouped_gemm.wgrad_call import grouped_wgrad, grouped_wgrad_p
@@ -186,6 +186,11 @@ def _listed(there, named, operands):
     """The cotangents in the order of the operands, those named that are there, in the operands' types."""
     flat = [x for x, present in zip(named[:-1], there[:-1], strict=True) if present is not None]
     flat += [x for x, present in zip(named.b, there.b, strict=True) if present is not None]
+    return _in_types(flat, operands)
+
+
+def _in_types(flat, operands):
+    """The cotangents, None where there is none, in the types of the operands that they are of, which are undefined."""
     return [None if x is None else x.astype(operand.aval.dtype) for x, operand in zip(flat, operands, strict=True)]
 
 
@@ -211,17 +216,11 @@ def _wgrad_transpose(outputs, *operands, call):
     wanted = call.split([ad.is_undefined_primal(x) for x in operands])
     at = call.split([None if ad.is_undefined_primal(x) else x for x in operands])
     of_rows = calls.Call(
-        call.m, call.n, call.k, call.l, "k", "dense", "bfloat16" if call.parts == 1 else "float32",
+        call.m, call.n, call.k, call.l, "k", "dense", call.gradient_dtype,
         has_alpha=call.has_alpha, has_prob=False, mapped_groups=call.mapped_groups, distinct_experts=True,
         parts=call.parts, **rows.kernel_options(call),
     )  # fmt: skip
-
-    def by(a):
-        # In parts: d where a is bfloat16, so that what is asked for is float32, and a otherwise.
-        wide = call.parts > 1 and a.dtype == jnp.bfloat16
-        weights = d.astype(jnp.float32 if wide else jnp.bfloat16)
-        return Operands(a, at.offsets, at.experts, at.alpha, None, None, (weights,))
-
+    by = lambda a: Operands(a, at.offsets, at.experts, at.alpha, None, None, (parts.beside(a, call, d),))
     found = WgradOperands(*[None] * 6)
     if wanted.x:
         found = found._replace(x=grouped_gemm(of_rows, by(at.y))[0])
@@ -234,8 +233,7 @@ def _wgrad_transpose(outputs, *operands, call):
         found = found._replace(alpha=rows.total(call, at.offsets, along))
     if wanted.total:
         found = found._replace(total=d)
-    flat = [x for x, there in zip(found, wanted, strict=True) if there is not None]
-    return [None if x is None else x.astype(operand.aval.dtype) for x, operand in zip(flat, operands, strict=True)]
+    return _in_types([x for x, there in zip(found, wanted, strict=True) if there is not None], operands)
 
 
 ffi_call.register(grouped_gemm_tangent_p, lambda platform, *operands, call: _tangent(*operands, call=call))

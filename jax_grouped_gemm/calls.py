@@ -23,6 +23,12 @@ class _Grouped:
 
     mapped_groups: int | None
     l: int
+    parts: int
+
+    @property
+    def gradient_dtype(self):
+        """That the gradients of its two factors are made in; those of a call in parts are rounded after that, if at all."""
+        return "bfloat16" if self.parts == 1 else "float32"
 
     @property
     def has_experts(self):

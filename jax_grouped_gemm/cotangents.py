@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_grouped_gemm import calls, reference, rows
+from jax_grouped_gemm import calls, parts, reference, rows
 from jax_grouped_gemm.calls import Operands, WgradOperands
 from jax_grouped_gemm.ffi_call import grouped_gemm
 from jax_grouped_gemm.wgrad_call import grouped_wgrad
@@ -24,9 +24,7 @@ def of_operands(call, wanted, at, d, c):
         d = c if d is None else d.astype(jnp.float32) + c.astype(jnp.float32)
     if d is None:
         return _nothing(wanted)
-    if call.parts > 1:
-        return _in_parts(call, wanted, at, d.astype(jnp.float32))
-    g = d.astype(jnp.bfloat16)
+    g = d.astype(jnp.bfloat16) if call.parts == 1 else d
     found: dict = {}
     if call.has_bias:
         found = _of_bias(call, wanted, at, g)
@@ -41,17 +39,6 @@ def of_operands(call, wanted, at, d, c):
         found["b"] = tuple(w if wants else None for w, wants in zip(weights, wanted.b, strict=True))
     if of_rows:
         found |= _of_rows(call, wanted, at, g)
-    return _nothing(wanted)._replace(**found)
-
-
-def _in_parts(call, wanted, at, g):
-    """Of the operand of float32 it is made of g in parts, of the other one with the operand in parts."""
-    beside = lambda x: g if x.dtype == jnp.bfloat16 else g.astype(jnp.bfloat16)
-    found: dict = {}
-    if any(wanted.b):
-        found["b"] = (_of_weights(call, at, beside(at.a))[0],)
-    if wanted.a:
-        found |= _of_rows(call, wanted, at, beside(at.b[0]))
     return _nothing(wanted)._replace(**found)
 
 
@@ -72,7 +59,7 @@ def _with_c_before_prob(call, wanted, at, d, c):
 
 def _of_weights(call, at, g):
     """(dB as one stacked array, whether there were temporaries of an operand's size)."""
-    x, y, offsets, alpha, scale = g, at.a, at.offsets, at.alpha, None
+    x, y, offsets, alpha, scale = parts.beside(at.a, call, g), at.a, at.offsets, at.alpha, None
     owners = rows.Owners(call, at.offsets, at.experts)
     if at.prob is not None:
         scale = owners.mask(at.prob)
@@ -92,7 +79,7 @@ def _of_weights(call, at, g):
     if call.b_major == "n":
         x, y, n, k = y, x, k, n
     wgrad = calls.WgradCall(
-        call.m, n, k, call.l, "bfloat16" if call.parts == 1 else "float32", has_alpha=alpha is not None,
+        call.m, n, k, call.l, call.gradient_dtype, has_alpha=alpha is not None,
         mapped_groups=mapped_groups, parts=call.parts, **rows.kernel_options(call),
     )  # fmt: skip
     return grouped_wgrad(wgrad, WgradOperands(x, y, offsets, experts, alpha, None)), scale is not None or sums
@@ -112,7 +99,7 @@ def _of_rows(call, wanted, at, g):
         call.l,
         "n" if call.b_major == "k" else "k",
         call.weights,
-        "bfloat16" if wanted.a and call.parts == 1 else "float32",
+        call.gradient_dtype if wanted.a else "float32",
         has_alpha=call.has_alpha and not after_alpha,
         has_prob=call.has_prob and not after_prob,
         mapped_groups=call.mapped_groups,
@@ -121,7 +108,7 @@ def _of_rows(call, wanted, at, g):
         **rows.kernel_options(call),
     )
     factors = {"alpha": at.alpha if dgrad.has_alpha else None, "prob": at.prob if dgrad.has_prob else None}
-    (u,) = grouped_gemm(dgrad, at._replace(a=g, bias=None, **factors))
+    (u,) = grouped_gemm(dgrad, at._replace(a=parts.beside(at.b[0], call, g), bias=None, **factors))
     if not after_prob:
         return {"a": u}
 

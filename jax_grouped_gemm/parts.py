@@ -22,6 +22,12 @@ def of(values):
     return found
 
 
+def beside(x, call, cotangent):
+    """The call's cotangent as a factor beside its operand x: of a call in parts one of the two is float32."""
+    in_parts = call.parts > 1 and x.dtype == jnp.bfloat16
+    return cotangent.astype(jnp.float32 if in_parts else jnp.bfloat16)
+
+
 def added(product, operands, call):
     """[product(*operands, call), of which one operand is float32]: the sum of those with its parts, the smallest first."""
     of_part = dataclasses.replace(call, parts=1, d_dtype="float32")

@@ -102,8 +102,6 @@ def _check(lhs, rhs, group_sizes, numbers, output, offset, out_sharding):
     Of shapes and dtypes alone: JAX infers no sharding on explicit axes, which the kernels do.
     """
     precision, preferred = output
-    if out_sharding is None:
-        lhs, rhs, group_sizes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs, group_sizes))
     if offset and len(numbers.rhs_group_dimensions) == 1 and group_sizes.ndim:
         (group_dim,) = numbers.rhs_group_dimensions
         contract.check_local_groups(rhs.shape[group_dim], group_sizes.shape[-1])
@@ -112,7 +110,10 @@ def _check(lhs, rhs, group_sizes, numbers, output, offset, out_sharding):
         rhs = jax.ShapeDtypeStruct(shape, rhs.dtype)
     product = functools.partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, precision=precision)
     product = functools.partial(product, preferred_element_type=preferred, **_sharded(out_sharding))
-    return jax.eval_shape(product if out_sharding is not None else meshes.without(product), lhs, rhs, group_sizes).dtype
+    if out_sharding is None:
+        product = meshes.without(product)
+        lhs, rhs, group_sizes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs, group_sizes))
+    return jax.eval_shape(product, lhs, rhs, group_sizes).dtype
 
 
 def _sharded(out_sharding):

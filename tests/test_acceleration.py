@@ -84,18 +84,22 @@ def test_entered_within_itself():
     assert not acceleration.active()
 
 
-def test_blocks_of_threads_that_overlap():
-    both_inside, first_left = threading.Barrier(2), threading.Event()
+@pytest.mark.parametrize("on", [True, False])
+def test_blocks_of_threads_that_overlap(on):
+    """The second begins in the first, and outlasts it."""
+    first_inside, second_inside, first_left = (threading.Event() for _ in range(3))
     found = []
 
     def first():
         with jgg.accelerate():
-            both_inside.wait(10)
+            first_inside.set()
+            assert second_inside.wait(10)
         first_left.set()
 
     def second():
-        with jgg.accelerate():
-            both_inside.wait(10)
+        assert first_inside.wait(10)
+        with jgg.accelerate(on):
+            second_inside.set()
             assert first_left.wait(10)
             found.append(acceleration.active())
 
@@ -104,7 +108,7 @@ def test_blocks_of_threads_that_overlap():
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True]
+    assert found == [on]
     assert not acceleration.active()
 
 
