@@ -9,7 +9,7 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.interpreters import mlir
 from jax._src.lax.lax import ragged_dot_general_p
 
-from jax_grouped_gemm import contract, ffi_call, meshes, partitioning, ragged
+from jax_grouped_gemm import contract, ffi_call, log, meshes, partitioning, ragged
 
 SWITCH = "JAX_GROUPED_GEMM_ACCELERATE"
 PLATFORM = "cuda"
@@ -32,8 +32,8 @@ class accelerate:
     (the cotangent of a product with `preferred_element_type=float32`, say), which is taken as
     `jax_grouped_gemm.ragged_dot` says. Products that the kernels do not do (two operands of float32, K or N no multiple of 8)
     stay JAX's, and so do those in a shard_map over some axes of the mesh only, and those that XLA would partition in an
-    export; the log says so, once for every reason. What XLA partitions elsewhere needs parts of N and K that are multiples of
-    8, and an export `disabled_checks`, as for `grouped_gemm`. Turning it on or off drops JAX's caches of compiled programs
+    export; the log says so, once for every reason. Where XLA gives a device a part of N or K that is no multiple of 8, it is the
+    reference that computes it, and the log says that. An export needs `disabled_checks`, as for `grouped_gemm`. Turning it on or off drops JAX's caches of compiled programs
     (`jax.clear_caches()`), since these hold one lowering or the other; programs compiled by hand
     (`.lower().compile()`) or exported stay as they are. Other threads must not compile at that moment. It is lowering that is
     changed, so a `with` block in a function that is being traced has no effect. While it is on, JAX refuses programs with a
@@ -120,7 +120,7 @@ def _lower(ctx, lhs, rhs, group_sizes, **parameters):
         plan = _plan(ctx.avals_in, ctx.avals_out[0].dtype, **parameters)
     if not callable(plan):
         if plan:
-            ffi_call.log_once(f"jax.lax.ragged_dot is JAX's own: {plan}")
+            log.once(f"jax.lax.ragged_dot is JAX's own: {plan}")
         own, of_all = _jax_rules
         rule: Any = own or of_all
         rule = getattr(rule, "rule", rule)  # newer versions keep more than the rule

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from jax_grouped_gemm import calls, cotangents, ffi_call, meshes, parts, rows
+from jax_grouped_gemm import calls, cotangents, ffi_call, meshes, partitioning, parts, rows
 from jax_grouped_gemm.calls import Operands, WgradOperands
 from jax_grouped_gemm.ffi_call import grouped_gemm, grouped_gemm_p
 from jax_grouped_gemm.wgrad_call import grouped_wgrad, grouped_wgrad_p
@@ -43,6 +43,8 @@ KEEPS_WITH_BIAS = {"a": {"b", "alpha"}, "b": {"a", "alpha"}, "alpha": {"a", "b"}
 
 grouped_gemm_tangent_p = Primitive("grouped_gemm_tangent")
 grouped_gemm_tangent_p.multiple_results = True
+sharded_like_p = Primitive("sharded_like")  # its `call` is the number of dimensions
+sharded_like_p.multiple_results = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,10 @@ def _jvp(primals, tangents, *, call):
     names = _names(call)
     wanted = {"offsets", "experts"}.union(*(keeps[name] for name, moves in zip(names, moved, strict=True) if moves))
     kept = tuple(name in wanted for name in names)
+    tangents = [
+        _sharded_like(tangent, x) if name == "b" and moves else tangent
+        for name, x, tangent, moves in zip(names, primals, tangents, moved, strict=True)
+    ]
     operands = [x for x, there in zip((*primals, *tangents), kept + moved, strict=True) if there]
     outputs = grouped_gemm_p.bind(*primals, call=call)
     return outputs, grouped_gemm_tangent_p.bind(*meshes.alike(operands), call=Tangent(call, kept, moved))
@@ -83,6 +89,16 @@ def _names(call):
     optional = {"experts": call.has_experts, "alpha": call.has_alpha, "prob": call.has_prob, "bias": call.has_bias}
     weights = call.l if call.weights == "tuple" else 1
     return ["a", "offsets", *(name for name, there in optional.items() if there), *["b"] * weights]
+
+
+def _sharded_like(x, like):
+    """x, sharded like `like` where XLA shards it, and so its cotangent: nothing else says where each matrix of a weights' gradient
+    is wanted, of which every device would have all.
+    """
+    if not meshes.has_automatic(jax.typeof(like).sharding):
+        return x
+    (x,) = sharded_like_p.bind(*meshes.alike([x, like]), call=like.ndim)
+    return x
 
 
 def _tangent(*operands, call):
@@ -156,6 +172,24 @@ def _tangent_jvp(primals, tangents, *, call):
 def _tangent_batch(operands, dims, *, call):
     outputs = jax.vmap(functools.partial(_tangent, call=call), in_axes=dims)(*operands)
     return outputs, [0] * len(outputs)
+
+
+def _like_jvp(primals, tangents, *, call):
+    tangent = tangents[0]
+    moves = type(tangent) is not ad.Zero
+    return sharded_like_p.bind(*primals, call=call), [_sharded_like(tangent, primals[1]) if moves else tangent]
+
+
+def _like_transpose(outputs, x, like, *, call):
+    (d,) = outputs
+    return [d if type(d) is ad.Zero else _sharded_like(d, like), None]
+
+
+def _like_batch(operands, dims, *, call):
+    if None in dims:  # there is nothing of this shape to be like
+        return operands[:1], dims[:1]
+    x, like = (jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True))
+    return sharded_like_p.bind(x, like, call=call + 1), [0]
 
 
 # --- transposes of both -----------------------------------------------------------------------------------------------
@@ -237,10 +271,15 @@ def _wgrad_transpose(outputs, *operands, call):
 
 
 ffi_call.register(grouped_gemm_tangent_p, lambda platform, *operands, call: _tangent(*operands, call=call))
+ffi_call.register(sharded_like_p, lambda platform, x, like, call: [x], partitioning.Like)
+sharded_like_p.def_abstract_eval(lambda x, like, call: [x])
 ad.primitive_jvps[grouped_gemm_p] = _jvp
+ad.primitive_jvps[sharded_like_p] = _like_jvp
 ad.primitive_jvps[grouped_gemm_tangent_p] = _tangent_jvp
 ad.primitive_jvps[grouped_wgrad_p] = _wgrad_jvp
 ad.primitive_transposes[grouped_gemm_p] = _transpose
 ad.primitive_transposes[grouped_gemm_tangent_p] = _tangent_transpose
 ad.primitive_transposes[grouped_wgrad_p] = _wgrad_transpose
+ad.primitive_transposes[sharded_like_p] = _like_transpose
 batching.primitive_batchers[grouped_gemm_tangent_p] = _tangent_batch
+batching.primitive_batchers[sharded_like_p] = _like_batch

@@ -52,6 +52,7 @@ class Call(_Grouped):
     distinct_experts: with mapped_groups, each expert has one group, neither none nor several.
     parts: above 1, one of a and b is float32, the other bfloat16, and the product is the sum of those with as many bfloat16
       that add up to it (`parts.of`). There are dense weights and no factors then, and D may have any floating type.
+    drop_in: it stands for a product of JAX's, which runs anywhere: where this one could not, on several devices, the reference does.
     """
 
     m: int
@@ -73,6 +74,7 @@ class Call(_Grouped):
     mapped_groups: int | None = None
     distinct_experts: bool = False
     parts: int = 1
+    drop_in: bool = False
 
     @property
     def empty(self):
@@ -135,6 +137,7 @@ class WgradCall(_Grouped):
     overlap_margin: int = 0
     mapped_groups: int | None = None
     parts: int = 1
+    drop_in: bool = False
 
     @property
     def empty(self):

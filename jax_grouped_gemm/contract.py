@@ -512,6 +512,16 @@ def axis_twice(axis, dimensions):
     )
 
 
+def unfit(**extents):
+    """Why the kernels do not take these, or None: for products that something else can make."""
+    for name, size in extents.items():
+        if size >= SIZE_LIMIT:
+            return f"{name} is {size}, the limit is 2^31 - 2^10"
+        if name in ("N", "K") and size % ALIGNMENT:
+            return f"{name} is {size}, no multiple of {ALIGNMENT}"
+    return None
+
+
 def uneven(name, size, axes, devices, unit):
     multiple = f"{unit * devices}, {unit} for each of the {devices} devices" if unit > 1 else f"{devices}, the devices"
     return ValueError(

@@ -5,7 +5,6 @@ Its rules for differentiation are in `autodiff`, those for vmap in `batching`, t
 
 import dataclasses
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,7 @@ from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowe
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_grouped_gemm import config, contract, library, meshes, partitioning, parts, reference
-
-logger = logging.getLogger("jax_grouped_gemm")
+from jax_grouped_gemm import config, contract, library, log, meshes, partitioning, parts, reference
 
 grouped_gemm_p = Primitive("grouped_gemm")
 grouped_gemm_p.multiple_results = True
@@ -94,11 +91,6 @@ def cuda_capabilities():
         return ()
 
 
-@functools.cache
-def log_once(message):
-    logger.warning(message)
-
-
 # --- lowerings --------------------------------------------------------------------------------------------------------
 
 
@@ -114,11 +106,12 @@ def _implementation(platform, *operands, call):
 
 
 def uses_kernels(platform, call):
-    """As `choose` says; that a GPU gets the reference is logged."""
+    """As `choose` says, but for a device's part that the kernels do not take; that a GPU gets the reference is logged."""
     choice = choose(platform, call.implementation)
-    if platform == "cuda" and not choice.kernels and call.implementation is None:
-        log_once(f"grouped_gemm uses the reference implementation, which is slow on a GPU: {choice.why}")
-    return choice.kernels
+    why = contract.unfit(N=call.n, K=call.k) if choice.kernels else choice.why
+    if platform == "cuda" and why is not None and call.implementation is None:
+        log.once(f"grouped_gemm uses the reference implementation, which is slow on a GPU: {why}")
+    return why is None
 
 
 def _stacked_weights(platform, call, operands):
@@ -195,8 +188,8 @@ def register(primitive, implementation, rule=None):
         def lower(ctx, *operands, call):
             ctx = meshes.in_context(ctx)
             run = functools.partial(implementation, platform, call=call)
-            if rule is not None and partitioning.is_automatic(ctx.module_context):
-                run = functools.partial(partitioning.automatic, primitive, rule(call))
+            if rule is not None:
+                run = partitioning.placed(ctx.module_context, run, primitive, rule(call))
             return meshes.lower(run, ctx, operands)
 
         return lower

@@ -82,6 +82,12 @@ def has_explicit(sharding):
     return sharding is not None and jax.sharding.AxisType.Explicit in (sharding.mesh.axis_types or ())
 
 
+def has_automatic(sharding):
+    """Whether it is one that XLA is to complete, in a type."""
+    kinds = sharding.mesh.axis_types or ()
+    return sharding.mesh.size > 1 and jax.sharding.AxisType.Auto in kinds and jax.sharding.AxisType.Manual not in kinds
+
+
 def computed(run, mesh, specs, operands):
     """run(*operands), which returns a list, with the explicit axes made automatic; its results have these specs."""
     axes = tuple(

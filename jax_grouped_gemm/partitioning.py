@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from jax_grouped_gemm import calls, contract, meshes, reference
+from jax_grouped_gemm import calls, contract, log, meshes, reference
 
 
 def bind(primitive, rule, operands):
@@ -44,11 +44,16 @@ def _computed(function, rule, operands):
     return meshes.computed(function, mesh, specs, operands)
 
 
-def is_automatic(module_context):
-    """Whether XLA partitions the program that is being lowered, at this place in it."""
+def placed(module_context, run, primitive, rule):
+    """What computes the call at this place in the program that is being lowered: run(*operands, call=...) on one device."""
     why = why_not(module_context)
     if why is not None:
-        raise contract.cannot_partition(why)
+        return functools.partial(run, call=rule.without_partition(why))
+    return functools.partial(_automatic, primitive, rule) if is_automatic(module_context) else run
+
+
+def is_automatic(module_context):
+    """Whether XLA partitions the program that is being lowered, at this place in it."""
     context = module_context.axis_context
     return getattr(context, "manual_axes", None) is None and getattr(context, "num_devices", 1) > 1
 
@@ -66,7 +71,7 @@ def why_not(module_context):
     return None
 
 
-def automatic(primitive, rule, *operands):
+def _automatic(primitive, rule, *operands):
     """The primitive's results, each device making its part as `rule` says once XLA knows how operands are sharded."""
 
     @custom_partitioning
@@ -155,24 +160,34 @@ class _Rule:
         self.call = call
         self.sizes = {"m": call.m, "n": call.n, "k": call.k, "l": call.l}
 
+    def without_partition(self, why):
+        """The call where XLA would partition it and there is no rule for that."""
+        if not self.call.drop_in:
+            raise contract.cannot_partition(why)
+        log.once(f"ragged_dot is the reference implementation, which is slow on a GPU: {why}")
+        return dataclasses.replace(self.call, implementation="reference")
+
+    def _unit(self, letter):
+        """Of a device's part of this dimension."""
+        return contract.ALIGNMENT if letter in "nk" and not self.call.drop_in else 1
+
     def _legal(self, mesh, letter, axes):
-        return mesh.divides(self.sizes[letter], axes, contract.ALIGNMENT if letter in "nk" else 1)
+        return mesh.divides(self.sizes[letter], axes, self._unit(letter))
 
     def _check(self, mesh, axes):
         for letter, of_letter in axes.items():
-            mesh.check(letter, self.sizes[letter], of_letter, contract.ALIGNMENT if letter in "nk" else 1)
+            mesh.check(letter, self.sizes[letter], of_letter, self._unit(letter))
 
     def _settle(self, mesh, weights, columns, own_rows, wished_rows):
         """Axes by dimension. weights: those of l, n and k that are fixed; columns, own_rows: of n and k, and of m, if left free."""
         axes = dict(weights)
         taken = {axis for of_letter in axes.values() for axis in of_letter}
-        for letter, wanted in (*columns.items(), ("m", own_rows)):
+        for letter, wanted in columns.items():
             if letter not in axes:
                 axes[letter] = tuple(axis for axis in wanted if axis not in taken)
                 taken.update(axes[letter])
-        if not own_rows:
-            rows = tuple(axis for axis in wished_rows if axis not in taken)
-            axes["m"] = rows if self._legal(mesh, "m", rows) else ()
+        rows = tuple(axis for axis in own_rows or wished_rows if axis not in taken)
+        axes["m"] = rows if self._legal(mesh, "m", rows) else ()
         self._check(mesh, axes)
         return axes
 
@@ -321,6 +336,26 @@ class Wgrad(_Rule):
             return [(d if at.total is None else at.total + d).astype(self.call.d_dtype)]
 
         return compute
+
+
+class Like:
+    """Of autodiff.sharded_like: x, with the shardings of another array."""
+
+    def __init__(self, dimensions):
+        self.call = dimensions
+        self.operands = ["abcdefgh"[:dimensions]] * 2
+        self.results = self.operands[:1]
+
+    def without_partition(self, why):
+        return self.call  # the call whose tangent x is says why
+
+    def plan(self, mesh, own, wished):
+        x, like = own
+        result = wished or like or x
+        return Plan(self.call, [result, like], result, {}, [], {})
+
+    def local(self, plan, run):
+        return lambda x, like: [x]
 
 
 def _letters(call, named):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.lax.lax import canonicalize_precision
 
-from jax_grouped_gemm import calls, config, contract, ffi_call, meshes, reference, wgrad_call
+from jax_grouped_gemm import calls, config, contract, ffi_call, log, meshes, reference, wgrad_call
 
 ROW_RAGGED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -41,7 +41,10 @@ def ragged_dot(
     taken as two bfloat16 that add up to it within 2^-17, closer than the TF32 of a GPU's own products, or, with a precision
     above "high", as three, exactly: as many products. Its derivatives are as close, with tangents and cotangents in parts; those
     by the other operand are bfloat16, of a cotangent that is rounded to it. All else goes to JAX, with what its own product
-    lacks (vmap of some operands alone, axes of an explicit mesh), and a line of the log says so, once for every reason.
+    lacks (vmap of some operands alone, axes of an explicit mesh). On several devices, a part whose K or N is no multiple of 8
+    is the reference's, and so is all of it in a `jax.shard_map` over some axes of the mesh only, and in an export that leaves
+    the partitioning to XLA. A warning of the logger "jax_grouped_gemm" says so, once for every reason. Sizes are not checked,
+    whatever `JAX_GROUPED_GEMM_DEBUG` is: JAX gives a meaning to any.
 
     Returns:
       (M, N). Rows past the last group are zero.
@@ -87,7 +90,7 @@ def ragged_dot_general(
     if callable(plan):
         return plan(lhs, rhs, group_sizes, group_offset)
     if plan:
-        ffi_call.log_once(f"ragged_dot is JAX's own: {plan}")
+        log.once(f"ragged_dot is JAX's own: {plan}")
     return _of_jax(lhs, rhs, group_sizes, numbers, output, group_offset, out_sharding)
 
 
@@ -213,7 +216,7 @@ def _kept(dims, dtype, offset, parts):
     local = dims.rhs[dims.group_rhs[0]]
     if dtype not in config.D_DTYPES:
         return f"the result is {dtype}, the kernels write {', '.join(config.D_DTYPES)}"
-    if (why := _unfit(M=m, N=n, K=k, L=l)) is not None:
+    if (why := contract.unfit(M=m, N=n, K=k, L=l)) is not None:
         return why
     # Where among the stacked matrices a group's is, for every prefix.
     at = np.arange(l).reshape(dims.rhs_sizes(stacked))
@@ -224,7 +227,7 @@ def _kept(dims, dtype, offset, parts):
     mapped = None if len(experts) == 1 and not offset else len(experts) * (local + (len(experts) > 1) + offset)
     call = calls.Call(
         m, n, k, l, b_major, "dense", dtype, False, False, None, mapped_groups=mapped, distinct_experts=outer == 1,
-        parts=parts,
+        parts=parts, drop_in=True,
     )  # fmt: skip
 
     def product(lhs, rhs, group_sizes, group_offset=None):
@@ -245,7 +248,7 @@ def _contracted(dims, groups, dtype, offset, parts):
     n, k = math.prod(dims.lhs_sizes(kept_lhs)), math.prod(dims.rhs_sizes(dims.kept_rhs))
     batch, outer = math.prod(dims.lhs_sizes(dims.batch[0])), math.prod(dims.lhs_sizes(dims.outer))
     l = outer * groups * batch
-    if (why := _unfit(M=m, N=n, K=k, L=l)) is not None:
+    if (why := contract.unfit(M=m, N=n, K=k, L=l)) is not None:
         return why
     if dtype not in ([result for result, _ in config.WGRAD_RESULTS] if parts == 1 else config.D_DTYPES):
         return f"the result is {dtype}, weight gradients are bfloat16 or float32"
@@ -254,7 +257,7 @@ def _contracted(dims, groups, dtype, offset, parts):
     shape = (groups, *dims.lhs_sizes((*dims.batch[0], *kept_lhs)), *dims.rhs_sizes(dims.kept_rhs))
     mapped = None if len(experts) == 1 and not offset else len(experts) * (groups + (len(experts) > 1) + offset)
     d_dtype = dtype if outer == 1 else "float32"
-    call = calls.WgradCall(m, n, k, l, d_dtype, False, None, mapped_groups=mapped, parts=parts)
+    call = calls.WgradCall(m, n, k, l, d_dtype, False, None, mapped_groups=mapped, parts=parts, drop_in=True)
 
     def product(lhs, rhs, group_sizes, group_offset=None):
         x = lhs.transpose(lhs_order).reshape(m, n)
@@ -265,16 +268,6 @@ def _contracted(dims, groups, dtype, offset, parts):
         return d.reshape(outer, *shape).sum(0).astype(dtype) if outer > 1 else d.reshape(shape)
 
     return product
-
-
-def _unfit(**extents):
-    """Why the kernels do not take these."""
-    for name, size in extents.items():
-        if size >= contract.SIZE_LIMIT:
-            return f"{name} is {size}, the limit is 2^31 - 2^10"
-        if name in ("N", "K") and size % contract.ALIGNMENT:
-            return f"{name} is {size}, no multiple of {contract.ALIGNMENT}"
-    return None
 
 
 def _groups(dims, group_sizes, group_offset, experts):

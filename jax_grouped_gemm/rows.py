@@ -90,4 +90,5 @@ def dots(x, y):
 
 def kernel_options(call):
     """For the calls that are made of this one. They choose tiles of their own: a wish is for this one's extents."""
-    return {"implementation": call.implementation, "dynamic": call.dynamic, "overlap_margin": call.overlap_margin}
+    same = "implementation", "dynamic", "overlap_margin", "drop_in"
+    return {name: getattr(call, name) for name in same}

@@ -16,14 +16,14 @@ import pytest
 
 import jax_grouped_gemm as jgg
 from benchmarks import public_layer
-from jax_grouped_gemm import acceleration, contract, ffi_call, library
+from jax_grouped_gemm import acceleration, contract, ffi_call, library, log
 
 
 @pytest.fixture(autouse=True)
 def _built(monkeypatch):
     monkeypatch.setattr(ffi_call, "cuda_capabilities", tuple)
     monkeypatch.setattr(library, "manifest", lambda: {"build_id": "the build"})
-    ffi_call.log_once.cache_clear()
+    log.once.cache_clear()
     yield
     jgg.accelerate(False)
 

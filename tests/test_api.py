@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import jax_grouped_gemm
-from jax_grouped_gemm import ffi_call, grouped_gemm, library, reference
+from jax_grouped_gemm import ffi_call, grouped_gemm, library, log, reference
 
 
 def same(left, right):
@@ -343,7 +343,7 @@ def test_architecture(capability, arch):
 
 def test_unsupported_gpu_falls_back_and_says_so_once(case, monkeypatch, caplog):
     monkeypatch.setattr(ffi_call, "cuda_capabilities", lambda: ("8.0",))
-    ffi_call.log_once.cache_clear()
+    log.once.cache_clear()
     with caplog.at_level(logging.WARNING, "jax_grouped_gemm"):
         for _ in range(2):
             lowered = jax.jit(lambda a, b, offsets: grouped_gemm(a, b, offsets=offsets)).trace(

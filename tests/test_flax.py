@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_grouped_gemm import api
+from jax_grouped_gemm import api, log
 from jax_grouped_gemm.nn import functional, routing
 
 pytest.importorskip("flax")
@@ -290,7 +290,7 @@ def test_dtypes_are_those_of_dense(x_dtype, param_dtype, dtype, want):
 def test_what_goes_to_the_kernels(rng, monkeypatch, caplog, dtype, width, kernels, use_bias):
     calls = []
     monkeypatch.setattr(api, "grouped_gemm", lambda *a, f=api.grouped_gemm, **o: calls.append(a) or f(*a, **o))
-    functional.ragged.ffi_call.log_once.cache_clear()
+    log.once.cache_clear()
     rows = jnp.asarray(rng.standard_normal((7, width)), dtype)
     kernel = jnp.asarray(rng.standard_normal((3, width, F)), dtype)
     bias = jnp.asarray(rng.standard_normal((3, F)), dtype) if use_bias else None

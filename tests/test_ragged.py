@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_grouped_gemm as jgg
-from jax_grouped_gemm import ffi_call, library, ragged
+from jax_grouped_gemm import ffi_call, library, log, ragged
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
@@ -248,7 +248,7 @@ def test_infinities_nan_and_the_largest_of_mixed_operands():
 @pytest.mark.parametrize("name", ["kept, (g, k, n)", "contracted"])
 def test_mixed_operands_with_a_result_that_is_none_of_ours(name, caplog):
     lhs, rhs, sizes, dims, _ = mixed(name, 0)
-    ragged.ffi_call.log_once.cache_clear()
+    log.once.cache_clear()
     got = jgg.ragged_dot_general(lhs, rhs, sizes, dims, preferred_element_type=jnp.int32)
     np.testing.assert_array_equal(
         got, jax.lax.ragged_dot_general(lhs, rhs, sizes, dims, preferred_element_type=jnp.int32)
@@ -344,8 +344,8 @@ def test_group_offset_of_general_products(name, dtype, offset):
 
 
 @pytest.fixture
-def log(caplog):
-    ffi_call.log_once.cache_clear()
+def logged(caplog):
+    log.once.cache_clear()
     caplog.set_level(logging.WARNING, "jax_grouped_gemm")
     return caplog
 
@@ -354,18 +354,18 @@ def log(caplog):
     ("dtype", "k", "why"),
     [(jnp.float32, 16, "operands are float32 and float32"), (jnp.bfloat16, 12, "K is 12, no multiple of 8")],
 )
-def test_fallback_is_jax_and_says_why_once(log, dtype, k, why):
+def test_fallback_is_jax_and_says_why_once(logged, dtype, k, why):
     lhs, rhs, sizes = jnp.ones((10, k), dtype), jnp.ones((2, k, 8), dtype), jnp.array([4, 3])
     for _ in range(2):
         got = jgg.ragged_dot(lhs, rhs, sizes)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(jax.lax.ragged_dot(lhs, rhs, sizes)))
-    (record,) = log.records
+    (record,) = logged.records
     assert record.getMessage().startswith(f"ragged_dot is JAX's own: {why}")
 
 
-def test_no_log_where_the_kernels_do_it(log):
+def test_no_log_where_the_kernels_do_it(logged):
     jgg.ragged_dot(jnp.ones((10, 16), jnp.bfloat16), jnp.ones((2, 16, 8), jnp.bfloat16), jnp.array([4, 3]))
-    assert log.records == []
+    assert logged.records == []
 
 
 @pytest.mark.parametrize("sizes", [np.array([4, 3], np.uint8), np.array([4, 3], np.int16), [4, 3]])

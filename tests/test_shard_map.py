@@ -333,8 +333,8 @@ def test_different_meshes():
 def accelerated(monkeypatch):
     """JAX's own function with our lowering, on the CPU: there the primitive has the reference's."""
     monkeypatch.setattr(acceleration, "PLATFORM", "cpu")
-    here = types.SimpleNamespace(choose=lambda *_: ffi_call.Choice(True, ""), log_once=pytest.fail)
-    monkeypatch.setattr(acceleration, "ffi_call", here)
+    monkeypatch.setattr(acceleration, "ffi_call", types.SimpleNamespace(choose=lambda *_: ffi_call.Choice(True, "")))
+    monkeypatch.setattr(acceleration, "log", types.SimpleNamespace(once=pytest.fail))
     with jgg.accelerate():
         yield jax.lax.ragged_dot
 

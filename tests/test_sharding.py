@@ -34,7 +34,7 @@ from sharding_problems import (
     use_partitioner,
 )
 
-from jax_grouped_gemm import calls, ffi_call, grouped_gemm, grouped_gemm_wgrad, library, partitioning, ragged
+from jax_grouped_gemm import calls, ffi_call, grouped_gemm, grouped_gemm_wgrad, library, log, partitioning, ragged
 
 pytestmark = needs_eight
 
@@ -257,20 +257,84 @@ def test_refused_parts(mesh, partitioner, sizes, rows, weights, text):
         jax.jit(lambda arrays: grouped_gemm(**arrays, **options))(sharded)
 
 
-@pytest.mark.parametrize(("l", "m", "rows", "weights", "text"), [
-    (L, 62, P("x"), P(), "M must be a multiple of 4, the devices that 'x' shards it over; got 62; pad it"),
-    (14, M, P(), P("x"), "L must be a multiple of 4, the devices that 'x' shards it over; got 14; pad it"),
-])  # fmt: skip
-def test_refused_divisions(mesh, l, m, rows, weights, text):
-    """A constraint, unlike an argument, may be uneven."""
+def divided(mesh, l, m, rows, weights):
+    """A constraint, unlike an argument, may be uneven: (a program, its arguments, its case)."""
     case = oracle.make_case(np.random.default_rng(0), l, m, N, K, alpha=False, prob=False)
 
     def run(a, b, offsets):
         a, b = (jax.lax.with_sharding_constraint(x, NamedSharding(mesh, s)) for x, s in ((a, rows), (b, weights)))
         return grouped_gemm(a, b, offsets=offsets)
 
-    with refused(text):
-        jax.jit(run)(*(put(mesh, x, P()) for x in (case.a, case.b, case.offsets)))
+    return jax.jit(run), [put(mesh, x, P()) for x in (case.a, case.b, case.offsets)], case
+
+
+def test_refused_divisions(mesh):
+    run, arguments, _ = divided(mesh, 14, M, P(), P("x"))
+    with refused("L must be a multiple of 4, the devices that 'x' shards it over; got 14; pad it"):
+        run(*arguments)
+
+
+@pytest.mark.parametrize(("rows", "weights"), [(P("x"), P()), (P(("x", "y")), P("x"))])
+def test_rows_that_the_devices_do_not_divide_are_gathered(mesh, partitioner, rows, weights):
+    run, arguments, case = divided(mesh, L, 62, rows, weights)
+    oracle.check(run(*arguments), case)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "weights"), [(32, K, P(None, None, ("y", "x"))), (N, 8, P(None, "y")), (8, K, P("x", None, "y"))]
+)
+def test_ragged_dot_has_parts_of_any_size(mesh, partitioner, n, k, weights):
+    """The kernels have not: the reference does these, as JAX does what is of such a size in all."""
+    case = oracle.make_case(np.random.default_rng(0), L, M, n, k, alpha=False, prob=False, poison=False)
+    sizes = jnp.diff(jnp.asarray(case.offsets), prepend=0)
+    rhs = jnp.swapaxes(jnp.asarray(case.b), 1, 2)
+
+    def run(dot, lhs, rhs):
+        out, pull = jax.vjp(lambda lhs, rhs: dot(lhs, rhs, sizes), lhs, rhs)
+        return out, *pull(out)
+
+    got = jax.jit(functools.partial(run, ragged.ragged_dot))(put(mesh, case.a, P()), put(mesh, rhs, weights))
+    for x, want in zip(got, run(jax.lax.ragged_dot, jnp.asarray(case.a), rhs), strict=True):
+        np.testing.assert_allclose(x.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "form"),
+    [(layout, "dense") for layout, (_, weights, _) in LAYOUTS.items() if weights != P()]
+    + [
+        ("experts", "n-major"),
+        ("rows and experts, and columns", "n-major"),
+        ("experts", "batch"),
+        ("columns", "tuple"),
+    ],
+)
+def test_gradients_of_weights_are_sharded_as_the_weights(mesh, partitioner, layout, form):
+    """Where nothing else says how they are wanted; each device makes its own only."""
+    rows, weights, _ = LAYOUTS[layout]
+    case = make(poison=False)
+    b = jnp.asarray(case.b)
+    call = functools.partial(grouped_gemm, offsets=jnp.asarray(OFFSETS))
+    if form == "tuple":
+        b, weights = tuple(b), P(*weights[1:])
+    elif form == "n-major":
+        b, call = jnp.swapaxes(b, 1, 2), functools.partial(call, b_major="n")
+        weights = P(weights[0], *reversed([*weights[1:], None, None][:2]))
+    elif form == "batch":
+        b = jnp.stack([b, -b, b, -b])  # which is sharded instead
+        call = jax.vmap(call, (None, 0))
+    loss = lambda b, a: jnp.sin(call(a, b).astype(jnp.float32)).sum()
+    run = jax.jit(jax.grad(loss))
+    arrays = put(mesh, b, weights), put(mesh, case.a, rows)
+    compiled = run.lower(*arrays).compile()
+    got = compiled(*arrays)
+    for x, w in zip(jax.tree.leaves(got), jax.tree.leaves(arrays[0]), strict=True):
+        assert x.sharding.is_equivalent_to(w.sharding, x.ndim), (x.sharding, w.sharding)
+    if partitioner == "shardy" and form != "batch":  # the other one asks for whole ones, of which it then takes parts
+        part = math.prod(jax.tree.leaves(got)[0].sharding.shard_shape(jax.tree.leaves(got)[0].shape))
+        for operation, shape in collectives(compiled.as_text()):
+            assert math.prod(shape) <= max(part, M * max(N, K)), (operation, shape)
+    for x, want in zip(jax.tree.leaves(got), jax.tree.leaves(jax.grad(loss)(b, jnp.asarray(case.a))), strict=True):
+        np.testing.assert_allclose(x.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=0.1)
 
 
 def test_refused_tuples(mesh, partitioner):
@@ -321,6 +385,33 @@ def test_refused_in_a_shard_map_over_some_axes(mesh):
     )  # fmt: skip
     with pytest.raises(NotImplementedError, match="must make all axes of the mesh manual.*got 'y' left out"):
         run(case.a, case.b)
+
+
+@pytest.mark.parametrize("place", ["shard_map over some axes", "export"])
+def test_ragged_dot_where_there_is_no_rule(mesh, caplog, place):
+    case = make("plain", poison=False)
+    sizes = jnp.diff(jnp.asarray(case.offsets), prepend=0)
+    operands = jnp.asarray(case.a), jnp.swapaxes(jnp.asarray(case.b), 1, 2), sizes
+    of = P("x"), P(None, None, "y"), P()
+
+    def run(lhs, rhs, sizes):
+        out, pull = jax.vjp(lambda lhs, rhs: ragged.ragged_dot(lhs, rhs, sizes), lhs, rhs)
+        return out, *pull(out)
+
+    want = run(*operands)
+    log.once.cache_clear()
+    if place == "export":
+        jitted = jax.jit(run, in_shardings=tuple(NamedSharding(mesh, spec) for spec in of))
+        run, why = jax.export.export(jitted)(*operands).call, "must not leave the partitioning to XLA"
+        operands = [put(mesh, x, spec) for x, spec in zip(operands, of, strict=True)]
+    else:
+        run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"x"}, check_vma=False)
+        why = "must make all axes of the mesh manual"
+    got = jax.jit(run)(*operands)
+    assert "ragged_dot is the reference implementation, which is slow on a GPU" in caplog.text
+    assert why in caplog.text
+    for x, expected in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, expected)
 
 
 @pytest.mark.parametrize("layout", ["rows", "experts", "rows and experts over one axis"])

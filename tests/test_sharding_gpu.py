@@ -1,6 +1,9 @@
 """Several GPUs: the kernels and the reference under shard_map, automatic partitioning and explicit axes."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -8,7 +11,7 @@ import sharding_problems
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_grouped_gemm import ffi_call, grouped_gemm, library
+from jax_grouped_gemm import ffi_call, grouped_gemm, library, log, ragged_dot
 
 OFFSETS = [100, 100, 333, 500, 650, 651, 900, 1000]
 L, M, N, K = 8, 1024, 512, 256
@@ -21,19 +24,18 @@ def gpus():
         return []
 
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(len(gpus()) < 2, reason="fewer than two GPUs"),
-    pytest.mark.parametrize(
-        "implementation",
-        [
-            pytest.param(
-                "cutedsl", marks=pytest.mark.skipif(not ffi_call.architectures(), reason="no kernels for them")
-            ),
-            "reference",
-        ],
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(len(gpus()) < 2, reason="fewer than two GPUs")]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cutedsl", marks=pytest.mark.skipif(not ffi_call.architectures(), reason="no kernels for them")),
+        "reference",
+    ]
+)
+def implementation(request):
+    return request.param
+
 
 LAYOUTS = {
     "rows": (P("x"), P()),
@@ -126,3 +128,40 @@ def test_explicit_axes(layout, kind, implementation):
     for name, x in gradients.items():
         assert x.sharding.is_equivalent_to(arrays[name].sharding, x.ndim), name
     check((found, gradients), case, outputs)
+
+
+@pytest.mark.parametrize("layout", ["contraction", "experts", "rows and experts"])
+def test_gradients_of_weights_are_sharded_as_the_weights(layout, implementation):
+    """Where nothing else says how they are wanted."""
+    rows, weights = LAYOUTS[layout]
+    case, mesh = make("plain"), make_mesh()
+    (outputs,) = outputs_of(case)
+    arrays, options = sharding_problems.split(case)
+    of = sharding_problems.specs(rows, weights)
+    arrays = {name: jax.device_put(x, NamedSharding(mesh, of[name])) for name, x in arrays.items()}
+    call = lambda b, arrays: grouped_gemm(**(arrays | {"b": b}), **options, implementation=implementation)
+    outputs_there = jax.device_put(outputs, NamedSharding(mesh, sharding_problems.of_result(rows, weights)))
+    pull = jax.jit(lambda arrays, d: jax.vjp(lambda b: call(b, arrays), arrays["b"])[1](d)[0])
+    got = pull(arrays, outputs_there)
+    assert got.sharding.is_equivalent_to(arrays["b"].sharding, 3)
+    oracle.check_cotangents({"b": got}, case, [outputs], roundings=4)
+
+
+def test_ragged_dot_has_parts_that_the_kernels_do_not_take(caplog):
+    """Of 4 columns each: the reference does them, as JAX does what is of such a size in all."""
+    case = oracle.make_case(
+        np.random.default_rng(0), L, M, 8, K, offsets=OFFSETS, alpha=False, prob=False, poison=False
+    )
+    sizes, rhs = jnp.diff(jnp.asarray(case.offsets), prepend=0), jnp.swapaxes(jnp.asarray(case.b), 1, 2)
+
+    def run(dot, lhs, rhs):
+        out, pull = jax.vjp(lambda lhs, rhs: dot(lhs, rhs, sizes), lhs, rhs)
+        return out, *pull(out)
+
+    there = jax.device_put(rhs, NamedSharding(make_mesh(), P(None, None, "x")))
+    log.once.cache_clear()
+    got = jax.jit(functools.partial(run, ragged_dot))(case.a, there)
+    if ffi_call.architectures():
+        assert "the reference implementation, which is slow on a GPU: N is 4, no multiple of 8" in caplog.text
+    for x, want in zip(got, run(jax.lax.ragged_dot, jnp.asarray(case.a), rhs), strict=True):
+        np.testing.assert_allclose(x.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=0.1)
