@@ -2,6 +2,7 @@
 
 import os
 import threading
+import weakref
 from typing import Any
 
 import jax
@@ -47,17 +48,13 @@ class accelerate:
         self._on = contract.check_flag("on", on)
         self._blocks: list = []
         with _lock:
-            self._changed: Any = _settings[-1]
-            self._before = self._changed.on
-            self._changed.on = self._on
+            self._changed = _settings[-1]
+            self._changed.change(self, self._on)
             _apply()
 
     def __enter__(self):
         with _lock:
-            # The call was for this block alone, unless another has changed the same setting since.
-            if self._changed is not None and self._changed.on == self._on:
-                self._changed.on = self._before
-            self._changed = None
+            self._changed.withdraw(self)  # the call was for this block alone
             self._blocks.append(_Setting(self._on))
             _settings.append(self._blocks[-1])
             _apply()
@@ -70,10 +67,22 @@ class accelerate:
 
 
 class _Setting:
-    """Of the process, or of a `with` block."""
+    """Of the process, or of a `with` block: what calls have made of it, the last one first in force."""
 
     def __init__(self, on):
-        self.on = on
+        self._changes = [(lambda: None, on)]
+
+    @property
+    def on(self):
+        return self._changes[-1][1]
+
+    def change(self, by, on):
+        """Until `by` withdraws it, which an object that is gone never will: what it changed does not matter any more."""
+        final = [i for i, (of, _) in enumerate(self._changes) if of() is None]
+        self._changes = [*self._changes[final[-1] :], (weakref.ref(by), on)]
+
+    def withdraw(self, by):
+        self._changes = [(of, on) for of, on in self._changes if of() is not by]
 
 
 _settings = [_Setting(False)]  # the last one counts

@@ -20,12 +20,12 @@ class Groups:
     def ends(self, m, operand="a"):
         """Of M rows, those of the operand. Values that can be seen are checked, others where the debug switch is on."""
         check = contract.check_group_sizes if self._by_size else contract.check_offsets
-        groups = self.operand
+        groups = meshes.replicated(self.operand)
         if not isinstance(self._given, jax.core.Tracer):
             check(np.asarray(self._given), m, operand)
         elif debug.enabled():
             groups = debug.checked(check, groups, m, operand)
-        return reference.ends_of(meshes.replicated(groups), m=m) if self._by_size else groups
+        return reference.ends_of(groups, m=m) if self._by_size else groups
 
 
 def weights(b, b_ptrs):

@@ -29,8 +29,12 @@ def beside(x, call, cotangent):
 
 
 def added(product, operands, call):
-    """[product(*operands, call), of which one operand is float32]: the sum of those with its parts, the smallest first."""
+    """[product(*operands, call), of which one operand is float32]: the sum of those with its parts, the smallest first.
+
+    Of an infinity in the other operand the first one is made alone: the parts may differ in sign, or be zero.
+    """
     of_part = dataclasses.replace(call, parts=1, d_dtype="float32")
     split = [of(x)[: call.parts] if x.dtype == jnp.float32 else [x] * call.parts for x in operands]
     found = [product(*part, call=of_part)[0] for part in zip(*split, strict=True)]
-    return [functools.reduce(jnp.add, reversed(found)).astype(call.d_dtype)]
+    total = functools.reduce(jnp.add, reversed(found))
+    return [jnp.where(jnp.isfinite(found[0]), total, found[0]).astype(call.d_dtype)]

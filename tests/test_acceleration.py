@@ -112,6 +112,23 @@ def test_blocks_of_threads_that_overlap(on):
     assert not acceleration.active()
 
 
+def test_blocks_of_others_leave_the_setting_of_the_process():
+    jgg.accelerate()
+    off, on, more = jgg.accelerate(False), jgg.accelerate(True), jgg.accelerate(True)
+    for block, inside in ((off, False), (on, True), (off, False), (more, True)):
+        with block:
+            assert acceleration.active() == inside
+        assert acceleration.active()
+
+
+def test_called_often():
+    """What is over is forgotten."""
+    for _ in range(5):
+        jgg.accelerate()
+        jgg.accelerate(False)
+    assert len(acceleration._settings[0]._changes) <= 2
+
+
 def test_called_in_a_block():
     with jgg.accelerate():
         jgg.accelerate(False)

@@ -233,6 +233,29 @@ def test_higher_derivatives_of_mixed_operands(name, wide):
         close(x, y, 2.0**-14)
 
 
+@pytest.mark.parametrize("precision", ["default", "highest"])
+def test_infinities_of_the_operand_of_bfloat16(precision):
+    """Beside float32 whose parts differ in sign, or are zero."""
+    rhs = jnp.tile(jnp.array([1.1, -1.1, 1, 0], jnp.float32), (1, 8, 2))
+    lhs = (
+        jnp.zeros((8, 8), jnp.bfloat16)
+        .at[0, 0]
+        .set(jnp.inf)
+        .at[1, 0]
+        .set(-jnp.inf)
+        .at[2, :2]
+        .set(jnp.array([jnp.inf, -jnp.inf], jnp.bfloat16))
+    )
+    dot = lambda dot, lhs, rhs: dot(lhs, rhs, jnp.array([8]), precision=precision)
+    np.testing.assert_array_equal(dot(jgg.ragged_dot, lhs, rhs), dot(jax.lax.ragged_dot, lhs, rhs))
+    for operand, out in ((0, jnp.zeros((8, 8)).at[0, 0].set(jnp.inf)), (1, lhs.astype(jnp.float32))):
+        got, want = (
+            jax.vjp(functools.partial(dot, f), jnp.ones((8, 8), jnp.bfloat16), rhs)[1](out)[operand]
+            for f in (jgg.ragged_dot, jax.lax.ragged_dot)
+        )
+        np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
+
+
 def test_infinities_nan_and_the_largest_of_mixed_operands():
     lhs = jnp.ones((8, 16), jnp.float32).at[0, 0].set(jnp.inf).at[1, 0].set(jnp.nan).at[2].set(1 + 2.0**-9)
     lhs = lhs.at[3].set(0).at[3, 0].set(3.4e38)  # which bfloat16 would round to infinity

@@ -261,6 +261,17 @@ def test_empty_results_have_the_types_of_others(mesh):
         d = jax.jit(lambda a, b: grouped_gemm(a, b, offsets=jnp.array([2, 2, 7])))(a, b)
         assert jax.typeof(d).sharding.spec == P("x", "y")
 
+    for run in (jgg.ragged_dot, jax.jit(jgg.ragged_dot)):  # outside of set_mesh, as JAX's own products
+        a, b = (
+            put(of_explicit, jnp.zeros((0, 8), jnp.bfloat16), P()),
+            put(of_explicit, jnp.ones((3, 8, 16), jnp.bfloat16), P()),
+        )
+        assert run(a, b, jnp.zeros(3, jnp.int32)).sharding.mesh == of_explicit
+    x, y = (put(of_explicit, jnp.zeros((0, n), jnp.bfloat16), P(None, "x")) for n in (32, 64))
+    d = grouped_gemm_wgrad(x, put(of_explicit, y, P(None, "y")), offsets=jnp.zeros(3, jnp.int32))
+    assert d.sharding.is_equivalent_to(NamedSharding(of_explicit, P(None, "x", "y")), 3)
+    assert not d.any()
+
     def local(a):
         b = jnp.zeros((0, 16, 32), jnp.bfloat16)
         step = lambda carry, _: (grouped_gemm(a, b, offsets=jnp.zeros(0, jnp.int32)), None)

@@ -369,10 +369,11 @@ def test_the_debug_switch_is_refused(axis_type, monkeypatch):
     monkeypatch.setenv("JAX_GROUPED_GEMM_DEBUG", "1")
     mesh = make_mesh(axis_types=(jax.sharding.AxisType[axis_type],) * 2)
     case = make(poison=False)
-    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="cannot check a program that XLA partitions"):
-        jax.jit(lambda a, b, offsets: grouped_gemm(a, b, offsets=offsets))(
-            put(mesh, case.a, P("x")), put(mesh, case.b, P()), put(mesh, case.offsets, P())
-        )
+    a, b = put(mesh, case.a, P("x")), put(mesh, case.b, P())
+    for name, spec in (("offsets", P()), ("offsets", P("x")), ("group_sizes", P("x"))):
+        run = jax.jit(lambda a, b, groups, name=name: grouped_gemm(a, b, **{name: groups}))
+        with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="cannot check a program that XLA partitions"):
+            run(a, b, put(mesh, case.offsets, spec))
 
 
 def test_refused_in_a_shard_map_over_some_axes(mesh):
