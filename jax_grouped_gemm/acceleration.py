@@ -33,12 +33,15 @@ class accelerate:
     (the cotangent of a product with `preferred_element_type=float32`, say), which is taken as
     `jax_grouped_gemm.ragged_dot` says. Products that the kernels do not do (two operands of float32, K or N no multiple of 8)
     stay JAX's, and so do those in a shard_map over some axes of the mesh only, and those that XLA would partition in an
-    export; the log says so, once for every reason. Where XLA gives a device a part of N or K that is no multiple of 8, it is the
-    reference that computes it, and the log says that. An export needs `disabled_checks`, as for `grouped_gemm`. Turning it on or off drops JAX's caches of compiled programs
-    (`jax.clear_caches()`), since these hold one lowering or the other; programs compiled by hand
-    (`.lower().compile()`) or exported stay as they are. Other threads must not compile at that moment. It is lowering that is
-    changed, so a `with` block in a function that is being traced has no effect. While it is on, JAX refuses programs with a
-    ragged_dot whose arrays are on several meshes, or on an `AbstractMesh`, on every platform.
+    export; a warning of the logger "jax_grouped_gemm" says so, once for every reason. Where XLA gives a device a part of N or
+    K that is no multiple of 8, the reference computes it, and the log says that. An export needs `disabled_checks`, as for
+    `grouped_gemm`.
+
+    Turning it on or off drops JAX's caches of compiled programs (`jax.clear_caches()`), since these hold one lowering or the
+    other; programs compiled by hand (`.lower().compile()`) or exported stay as they are. Other threads must not compile at
+    that moment. It is lowering that is changed, so a `with` block in a function that is being traced has no effect. While it
+    is on, JAX refuses programs with a ragged_dot whose arrays are on several meshes, or on an `AbstractMesh`, on every
+    platform.
 
     Args:
       on: False to have JAX's own lowering back.

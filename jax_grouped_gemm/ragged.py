@@ -39,9 +39,9 @@ def ragged_dot(
 
     The kernels compute products of bfloat16 whose K and N are multiples of 8. An operand of float32 beside one of bfloat16 is
     taken as two bfloat16 that add up to it within 2^-17, closer than the TF32 of a GPU's own products, or, with a precision
-    above "high", as three, exactly: as many products. (Parts below 2^-126 may count as zero, as XLA has it.) Its derivatives are as close, with tangents and cotangents in parts; those
-    by the other operand are bfloat16, of a cotangent that is rounded to it. All else goes to JAX, with what its own product
-    lacks (vmap of some operands alone, axes of an explicit mesh). On several devices, a part whose K or N is no multiple of 8
+    above "high", as three, exactly: as many products. (XLA may take parts below 2^-126 for zero.) Its derivatives are as close,
+    with tangents and cotangents in parts; those by the other operand are bfloat16, of a cotangent that is rounded to it. All
+    else goes to JAX, with what its own product lacks (vmap of some operands alone, axes of an explicit mesh). On several devices, a part whose K or N is no multiple of 8
     is the reference's, and so is all of it in a `jax.shard_map` over some axes of the mesh only, and in an export that leaves
     the partitioning to XLA. A warning of the logger "jax_grouped_gemm" says so, once for every reason. Sizes are not checked,
     whatever `JAX_GROUPED_GEMM_DEBUG` is: JAX gives a meaning to any.
