@@ -252,7 +252,7 @@ def _wgrad_transpose(outputs, *operands, call):
     of_rows = calls.Call(
         call.m, call.n, call.k, call.l, "k", "dense", call.gradient_dtype,
         has_alpha=call.has_alpha, has_prob=False, mapped_groups=call.mapped_groups, distinct_experts=True,
-        parts=call.parts, **rows.kernel_options(call),
+        parts=call.parts, stacks=call.stacks, **rows.kernel_options(call),
     )  # fmt: skip
     by = lambda a: Operands(a, at.offsets, at.experts, at.alpha, None, None, (parts.beside(a, call, d),))
     found = WgradOperands(*[None] * 6)

@@ -2,8 +2,9 @@
 
 Every call of the batch has its groups and, so that the rows past its last group belong to none, a last one without an
 expert. Weights that are not batched are shared by way of `experts`, and not copied; rows that are not are repeated, so that
-XLA, which would gather what a loop takes slices of, can leave sharded weights where they are. Where arrays of a tuple are
-batched, or extents pass the contract's limits, the calls run one after the other in a loop.
+XLA, which would gather what a loop takes slices of, can leave sharded weights where they are. Weights that are batched stay
+a batch of stacks (`calls.Call.stacks`), for the same reason. Where arrays of a tuple are batched, or extents pass the
+contract's limits, the calls run one after the other in a loop.
 """
 
 import dataclasses
@@ -34,8 +35,9 @@ def _flat_gemm(size, call, batched, at):
     ends, experts, l = _groups(size, call, at, batched, own_weights)
     distinct = own_weights and (call.distinct_experts or not call.has_experts)
     flat = dataclasses.replace(
-        call, m=size * call.m, l=l, mapped_groups=size * (call.groups + 1), distinct_experts=distinct
-    )
+        call, m=size * call.m, l=l, mapped_groups=size * (call.groups + 1), distinct_experts=distinct,
+        stacks=_stacks(size, call) if own_weights and call.weights == "dense" else call.stacks,
+    )  # fmt: skip
     operands = calls.Operands(
         _rows(size, at.a, batched.a),
         ends,
@@ -43,7 +45,7 @@ def _flat_gemm(size, call, batched, at):
         _padded(size, at.alpha, batched.alpha),
         _rows(size, at.prob, batched.prob),
         _padded(size, at.bias, batched.bias),
-        tuple(_joined(w) for w in at.b) if own_weights else at.b,
+        _weights(call, at.b) if own_weights else at.b,
     )
     return [x.reshape(size, call.m, call.n) for x in grouped_gemm(flat, operands)]
 
@@ -60,16 +62,18 @@ def _batch_wgrad(operands, dims, *, call):
 
 def _flat_wgrad(size, call, batched, at):
     ends, experts, l = _groups(size, call, at, batched, True)
-    flat = dataclasses.replace(call, m=size * call.m, l=l, mapped_groups=size * (call.groups + 1))
+    flat = dataclasses.replace(
+        call, m=size * call.m, l=l, mapped_groups=size * (call.groups + 1), stacks=_stacks(size, call)
+    )
     operands = calls.WgradOperands(
         _rows(size, at.x, batched.x),
         _rows(size, at.y, batched.y),
         ends,
         experts,
         _padded(size, at.alpha, batched.alpha),
-        _rows(size, at.total, batched.total),
+        _stacked(at.total if batched.total else _repeated(size, at.total), call) if call.accumulate else None,
     )
-    return grouped_wgrad(flat, operands).reshape(size, call.l, call.n, call.k)
+    return grouped_wgrad(flat, operands).reshape(size, *call.d_shape)
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
@@ -111,6 +115,20 @@ def _groups(size, call, at, batched, own_matrices):
     axes = (0, 0 if batched.offsets else None, 0 if batched.experts else None)
     ends, experts = jax.vmap(of_call, axes)(jnp.arange(size, dtype=jnp.int32), at.offsets, at.experts)
     return ends.reshape(-1), experts.reshape(-1), call.l * (size if own_matrices else 1)
+
+
+def _weights(call, b):
+    (of_all,) = b  # a tuple's arrays are not batched here
+    return (_stacked(of_all, call) if call.weights == "dense" else _joined(of_all),)
+
+
+def _stacks(size, call):
+    return size * (call.stacks or 1)
+
+
+def _stacked(x, call):
+    """Matrices of all calls. A batch of them is not joined with the experts: where those are sharded, XLA would gather them."""
+    return x if call.stacks is None else _joined(x)
 
 
 def _rows(size, x, batched):

@@ -24,6 +24,12 @@ class _Grouped:
     mapped_groups: int | None
     l: int
     parts: int
+    stacks: int | None
+
+    @property
+    def matrices(self):
+        """Leading dimensions of the weights as one array, or of their gradient."""
+        return (self.l,) if self.stacks is None else (self.stacks, self.l // self.stacks)
 
     @property
     def gradient_dtype(self):
@@ -52,6 +58,7 @@ class Call(_Grouped):
     distinct_experts: with mapped_groups, each expert has one group, neither none nor several.
     parts: above 1, one of a and b is float32, the other bfloat16, and the product is the sum of those with as many bfloat16
       that add up to it (`parts.of`). There are dense weights and no factors then, and D may have any floating type.
+    stacks: None, or the dense weights are (stacks, L / stacks, ...), as a vmap has them: either dimension may be sharded.
     drop_in: it stands for a product of JAX's, which runs anywhere: where this one could not, on several devices, the reference does.
     """
 
@@ -74,6 +81,7 @@ class Call(_Grouped):
     mapped_groups: int | None = None
     distinct_experts: bool = False
     parts: int = 1
+    stacks: int | None = None
     drop_in: bool = False
 
     @property
@@ -93,8 +101,8 @@ class Call(_Grouped):
 
     @property
     def b_shape(self):
-        """Shape of the weights as one stacked array."""
-        return _stacked(self.l, self.n, self.k, self.b_major)
+        """Shape of the weights as one array, its leading dimensions joined."""
+        return (self.l, self.n, self.k) if self.b_major == "k" else (self.l, self.k, self.n)
 
     def split(self, operands):
         """Names the flat operands of the primitive: a, offsets, experts, alpha, prob and bias if present, then the weights."""
@@ -119,7 +127,7 @@ class WgradCall(_Grouped):
     mapped_groups: None where group g makes D[g]. Else the number of groups, whose results' indices are an operand:
       (groups,) int32, none twice; a group with an index outside [0, L) makes none. Each D[i] must have a group. alpha is
       (groups,).
-    parts: as in `Call`, of x and y; without a sum so far.
+    parts: as in `Call`, of x and y; without a sum so far. stacks: as there, of D.
     The rest as in `Call`.
     """
 
@@ -137,12 +145,17 @@ class WgradCall(_Grouped):
     overlap_margin: int = 0
     mapped_groups: int | None = None
     parts: int = 1
+    stacks: int | None = None
     drop_in: bool = False
 
     @property
     def empty(self):
         """The result has no elements, or nothing is added up."""
         return 0 in (self.m, self.n, self.k, self.l)
+
+    @property
+    def d_shape(self):
+        return (*self.matrices, self.n, self.k)
 
     @property
     def scratch_bytes(self):
@@ -171,7 +184,3 @@ class WgradOperands(NamedTuple):
     experts: Any
     alpha: Any
     total: Any
-
-
-def _stacked(l, n, k, b_major):
-    return (l, n, k) if b_major == "k" else (l, k, n)

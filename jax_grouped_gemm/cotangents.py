@@ -80,7 +80,7 @@ def _of_weights(call, at, g):
         x, y, n, k = y, x, k, n
     wgrad = calls.WgradCall(
         call.m, n, k, call.l, call.gradient_dtype, has_alpha=alpha is not None,
-        mapped_groups=mapped_groups, parts=call.parts, **rows.kernel_options(call),
+        mapped_groups=mapped_groups, parts=call.parts, stacks=call.stacks, **rows.kernel_options(call),
     )  # fmt: skip
     return grouped_wgrad(wgrad, WgradOperands(x, y, offsets, experts, alpha, None)), scale is not None or sums
 
@@ -105,6 +105,7 @@ def _of_rows(call, wanted, at, g):
         mapped_groups=call.mapped_groups,
         distinct_experts=call.distinct_experts,
         parts=call.parts,
+        stacks=call.stacks,
         **rows.kernel_options(call),
     )
     factors = {"alpha": at.alpha if dgrad.has_alpha else None, "prob": at.prob if dgrad.has_prob else None}

@@ -96,6 +96,9 @@ def cuda_capabilities():
 
 def _implementation(platform, *operands, call):
     named = call.split(operands)
+    if call.stacks is not None:
+        joined = call.flat(named._replace(b=(named.b[0].reshape(call.b_shape),)))
+        return _implementation(platform, *joined, call=dataclasses.replace(call, stacks=None))
     if call.parts > 1:
         return parts.added(functools.partial(_implementation, platform), operands, call)
     if call.k == 0:  # sums of nothing, which no weights and no alpha make anything of: the bias is left

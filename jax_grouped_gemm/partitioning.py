@@ -1,7 +1,7 @@
 """Which device computes what of a call whose operands are sharded: on a mesh with explicit axes, and by automatic partitioning.
 
-Dimensions have the letters of the contract: m, n, k, l, and g for that of the groups, which is small and never sharded. One
-rule settles every case: weights stay where they are (and so do the matrices that a weight gradient makes), rows move.
+Dimensions have the letters of the contract: m, n, k, l, s for the stacks of weights that a vmap makes (`calls.Call.stacks`),
+and g for that of the groups, which is small and never sharded. One rule settles every case: weights stay where they are (and so do the matrices that a weight gradient makes), rows move.
 
 On explicit axes the results' shardings follow from the operands' types, or the call is refused as jax.lax.dot_general would.
 The call itself is then one on automatic axes. There XLA asks, when shardings are known, what each device is to do
@@ -134,7 +134,8 @@ class _Mesh:
 
     def check(self, letter, size, axes, unit=1):
         if not self.divides(size, axes, unit):
-            raise contract.uneven(letter.upper(), size, axes, self.size(axes), unit)
+            name = "the batch of weights" if letter == "s" else letter.upper()
+            raise contract.uneven(name, size, axes, self.size(axes), unit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +160,9 @@ class Plan:
 class _Rule:
     def __init__(self, call):
         self.call = call
-        self.sizes = {"m": call.m, "n": call.n, "k": call.k, "l": call.l}
+        stacks = call.stacks or 1
+        self.sizes = {"m": call.m, "n": call.n, "k": call.k, "l": call.l // stacks, "s": stacks}
+        self.matrices = "l" if call.stacks is None else "sl"
 
     def without_partition(self, why):
         """The call where XLA would partition it and there is no rule for that."""
@@ -194,12 +197,16 @@ class _Rule:
 
     def _plan(self, mesh, axes, own, result, scattered):
         """own: of each operand, as it comes. Rows that are sharded over axes of l are gathered by the call itself, in their order."""
-        gathered = [tuple(axis for axis in x.get("m", ()) if axis in axes["l"]) for x in own]
+        of_experts = axes["s"] + axes["l"]
+        gathered = [tuple(axis for axis in x.get("m", ()) if axis in of_experts) for x in own]
         gathered = [more if mesh.divides(self.call.m, axes["m"] + more) else () for more in gathered]
         operands = [axes | {"m": axes["m"] + more} for more in gathered]
         local = {letter: size // mesh.size(axes[letter]) for letter, size in self.sizes.items()}
-        mapped = self.call.groups if axes["l"] else self.call.mapped_groups
-        call = dataclasses.replace(self.call, **local, mapped_groups=mapped)
+        stacks = local.pop("s")
+        local["l"] *= stacks
+        mapped = self.call.groups if of_experts else self.call.mapped_groups
+        stacks = None if self.call.stacks is None else stacks
+        call = dataclasses.replace(self.call, **local, stacks=stacks, mapped_groups=mapped)
         return Plan(call, operands, result, axes, gathered, scattered)
 
     def _local_operands(self, plan, flat):
@@ -213,11 +220,17 @@ class _Rule:
             first = lax.axis_index(plan.axes["m"]) * plan.call.m
             ends = reference.clamp_offsets(at.offsets, self.call.m) - first
             at = at._replace(offsets=jnp.clip(ends, 0, plan.call.m))
-        if plan.axes["l"]:
-            first = lax.axis_index(plan.axes["l"]) * plan.call.l
+        if plan.axes["s"] or plan.axes["l"]:
             experts = jnp.arange(self.call.l, dtype=jnp.int32) if at.experts is None else at.experts
-            valid = reference.has_expert(self.call, experts)
-            at = at._replace(experts=jnp.where(valid, experts - first, -1))
+            here = reference.has_expert(self.call, experts)
+            index = jnp.zeros_like(experts)
+            stacks = plan.call.stacks or 1
+            for letter, size in (("s", stacks), ("l", plan.call.l // stacks)):
+                one = experts // self.sizes["l"] if letter == "s" else experts % self.sizes["l"]
+                one -= lax.axis_index(plan.axes[letter]) * size if plan.axes[letter] else 0
+                here &= (one >= 0) & (one < size)
+                index = index * size + one
+            at = at._replace(experts=jnp.where(here, index, -1))
         return at
 
 
@@ -227,7 +240,7 @@ class Gemm(_Rule):
     def __init__(self, call):
         super().__init__(call)
         matrix = "nk" if call.b_major == "k" else "kn"
-        b = {"dense": ["l" + matrix], "tuple": [matrix] * call.l, "pointers": ["p"]}[call.weights]
+        b = {"dense": [self.matrices + matrix], "tuple": [matrix] * call.l, "pointers": ["p"]}[call.weights]
         self.operands = _letters(call, calls.Operands("mk", "g", "g", "g", "m", "gn", tuple(b)))
         self.results = ["mn"] * len(call.output_dtypes)
 
@@ -235,6 +248,7 @@ class Gemm(_Rule):
         at = self.call.split(axes)
         _check_unsummed("K, the contraction,", at.a.get("k"), *(w.get("k") for w in at.b))
         _check_unsummed("L, the experts,", *(w.get("l", w.get("p")) for w in at.b))
+        _check_unsummed("the batch of weights", *(w.get("s") for w in at.b))
         columns = [w.get("n", ()) for w in at.b] + ([] if at.bias is None else [at.bias.get("n", ())])
         rows = [at.a.get("m", ())] + ([] if at.prob is None else [at.prob.get("m", ())])
         # Of weights that are not sharded each device takes its columns, and of rows its rows.
@@ -243,7 +257,7 @@ class Gemm(_Rule):
 
     def plan(self, mesh, own, wished):
         at = self.call.split(own)
-        weights = {letter: _agreed_weights(letter, [w.get(letter, ()) for w in at.b]) for letter in "lnk"}
+        weights = {letter: _agreed_weights(letter, [w.get(letter, ()) for w in at.b]) for letter in "slnk"}
         taken = sum(weights.values(), ())
         if len(set(taken)) < len(taken):
             raise contract.weights_unlike("L, N and K", sorted(weights.values()))
@@ -256,14 +270,14 @@ class Gemm(_Rule):
             columns = {"k": at.a.get("k", ())}
             wanted = tuple(axis for axis in wished.get("n", ()) if axis not in (*taken, *columns["k"]))
             columns["n"] = wanted if self._legal(mesh, "n", wanted) else ()
-        weights = {letter: axes for letter, axes in weights.items() if axes or letter == "l"}
+        weights = {letter: axes for letter, axes in weights.items() if axes or letter in "sl"}
         axes = self._settle(mesh, weights, columns, at.a.get("m", ()), wished.get("m", ()))
         scattered: dict = {}
         for letter in "mn":
             over = tuple(
                 axis
                 for axis in wished.get(letter, ())
-                if axis in axes["l"] + axes["k"] and axis not in scattered.get("m", ())
+                if axis in axes["s"] + axes["l"] + axes["k"] and axis not in scattered.get("m", ())
             )
             scattered[letter] = over if mesh.divides(self.sizes[letter], axes[letter] + over) else ()
         result = {letter: axes[letter] + scattered[letter] for letter in "mn"}
@@ -271,7 +285,7 @@ class Gemm(_Rule):
 
     def local(self, plan, run):
         call, local = self.call, plan.call
-        summed = plan.axes["l"] + plan.axes["k"]
+        summed = plan.axes["s"] + plan.axes["l"] + plan.axes["k"]
         same = len(self.results) == 2 and (call.has_bias or not call.has_prob)  # D and C are, before they are rounded
         if summed:  # rounded after
             c_dtype = None if same or call.c_dtype is None else "float32"
@@ -298,14 +312,15 @@ class Wgrad(_Rule):
 
     def __init__(self, call):
         super().__init__(call)
-        self.operands = _letters(call, calls.WgradOperands("mn", "mk", "g", "g", "g", "lnk"))
-        self.results = ["lnk"]
+        self.operands = _letters(call, calls.WgradOperands("mn", "mk", "g", "g", "g", self.matrices + "nk"))
+        self.results = [self.matrices + "nk"]
 
     def explicit(self, axes):
         at = self.call.split(axes)
         _check_unsummed("M, the rows,", at.x.get("m"), at.y.get("m"))
         total = {} if at.total is None else at.total
         _check_unsummed("L, the experts,", total.get("l"))
+        _check_unsummed("the batch of weights", total.get("s"))
         sides = {"n": ("N", at.x), "k": ("K", at.y)}
         return _disjoint(
             {letter: _agreed(name, [x.get(letter, ()), total.get(letter, ())]) for letter, (name, x) in sides.items()}
@@ -317,10 +332,10 @@ class Wgrad(_Rule):
             matrices = {letter: axes for letter, axes in wished.items() if self._legal(mesh, letter, axes)}
         else:
             matrices = at.total
-        matrices = {"l": ()} | {letter: axes for letter, axes in matrices.items() if axes}
+        matrices = {"s": (), "l": ()} | {letter: axes for letter, axes in matrices.items() if axes}
         columns = {"n": at.x.get("n", ()), "k": at.y.get("k", ())}
         axes = self._settle(mesh, matrices, columns, at.x.get("m", ()) or at.y.get("m", ()), ())
-        result = {letter: axes[letter] for letter in "lnk"}
+        result = {letter: axes[letter] for letter in "slnk"}
         return self._plan(mesh, axes, own, result, {})
 
     def local(self, plan, run):

@@ -227,12 +227,12 @@ def _kept(dims, dtype, offset, parts):
     mapped = None if len(experts) == 1 and not offset else len(experts) * (local + (len(experts) > 1) + offset)
     call = calls.Call(
         m, n, k, l, b_major, "dense", dtype, False, False, None, mapped_groups=mapped, distinct_experts=outer == 1,
-        parts=parts, drop_in=True,
+        parts=parts, drop_in=True, stacks=l // dims.rhs[stacked[-1]] if len(stacked) > 1 else None,
     )  # fmt: skip
 
     def product(lhs, rhs, group_sizes, group_offset=None):
         a = lhs.transpose(lhs_order).reshape(m, k)
-        b = rhs.transpose(rhs_order).reshape(call.b_shape)
+        b = rhs.transpose(rhs_order).reshape(*call.matrices, *call.b_shape[1:])
         ends, of_groups = _groups(dims, group_sizes, group_offset, experts)
         operands = calls.Operands(a, ends, of_groups if call.has_experts else None, None, None, None, (b,))
         return ffi_call.grouped_gemm(call, operands)[0].reshape(shape)
@@ -257,7 +257,10 @@ def _contracted(dims, groups, dtype, offset, parts):
     shape = (groups, *dims.lhs_sizes((*dims.batch[0], *kept_lhs)), *dims.rhs_sizes(dims.kept_rhs))
     mapped = None if len(experts) == 1 and not offset else len(experts) * (groups + (len(experts) > 1) + offset)
     d_dtype = dtype if outer == 1 else "float32"
-    call = calls.WgradCall(m, n, k, l, d_dtype, False, None, mapped_groups=mapped, parts=parts, drop_in=True)
+    stacks = outer * groups if batch > 1 else None
+    call = calls.WgradCall(
+        m, n, k, l, d_dtype, False, None, mapped_groups=mapped, parts=parts, drop_in=True, stacks=stacks
+    )
 
     def product(lhs, rhs, group_sizes, group_offset=None):
         x = lhs.transpose(lhs_order).reshape(m, n)

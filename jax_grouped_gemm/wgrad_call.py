@@ -1,5 +1,6 @@
 """The primitive of `grouped_gemm_wgrad`, as `ffi_call` has that of `grouped_gemm`."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,23 +15,28 @@ grouped_wgrad_p.multiple_results = True
 
 
 def grouped_wgrad(call, operands):
-    """D (L, N, K) for `calls.WgradOperands`."""
+    """D (L, N, K), or in stacks, for `calls.WgradOperands`."""
     rule, flat = partitioning.Wgrad(call), call.flat(operands)
     if not call.empty:
         (d,) = partitioning.bind(grouped_wgrad_p, rule, flat)
         return d
     if operands.total is not None:
         return operands.total
-    (d,) = partitioning.zeros([jax.ShapeDtypeStruct((call.l, call.n, call.k), jnp.dtype(call.d_dtype))], rule, flat)
+    (d,) = partitioning.zeros([jax.ShapeDtypeStruct(call.d_shape, jnp.dtype(call.d_dtype))], rule, flat)
     return d
 
 
 @grouped_wgrad_p.def_abstract_eval
 def _abstract_eval(*operands, call):
-    return [meshes.result((call.l, call.n, call.k), jnp.dtype(call.d_dtype), operands)]
+    return [meshes.result(call.d_shape, jnp.dtype(call.d_dtype), operands)]
 
 
 def _implementation(platform, *operands, call):
+    if call.stacks is not None:
+        of_joined, at = dataclasses.replace(call, stacks=None), call.split(operands)
+        joined = at._replace(total=None if at.total is None else at.total.reshape(of_joined.d_shape))
+        (d,) = _implementation(platform, *call.flat(joined), call=of_joined)
+        return [d.reshape(call.d_shape)]
     if call.parts > 1:
         return parts.added(functools.partial(_implementation, platform), operands, call)
     if ffi_call.uses_kernels(platform, call):
@@ -39,7 +45,7 @@ def _implementation(platform, *operands, call):
 
 
 def _kernels(call, operands):
-    d = jax.ShapeDtypeStruct((call.l, call.n, call.k), jnp.dtype(call.d_dtype))
+    d = jax.ShapeDtypeStruct(call.d_shape, jnp.dtype(call.d_dtype))
     scratch = [jax.ShapeDtypeStruct((call.scratch_bytes,), jnp.uint8)] if call.scratch_bytes else []
     aliases = {len(operands) - 1: 0} if call.accumulate else {}
     custom_call = jax.ffi.ffi_call(library.WGRAD, [d, *scratch], input_output_aliases=aliases)

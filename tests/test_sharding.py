@@ -344,23 +344,57 @@ def test_refused_tuples(mesh, partitioner):
         jax.jit(lambda a, b: grouped_gemm(a, b, offsets=case.offsets))(put(mesh, case.a, P()), b)
 
 
+@pytest.mark.parametrize(
+    "spec", [P(("x", "y")), P(None, "x"), P("y", "x"), P("x", "y"), P(None, "x", "y"), P("x", None, "y")]
+)
 @pytest.mark.parametrize("batched", ["b", "a and b"])
-def test_a_batch_that_is_sharded(mesh, partitioner, batched):
-    """Of weights, which stay where they are; rows are gathered."""
+def test_a_batch_that_is_sharded(mesh, partitioner, batched, spec):
+    """Of weights, by the batch, the experts, or both: they stay where they are, and so do their gradients; rows are gathered."""
     case = make(poison=False)
-    a, b = jnp.asarray(case.a), jnp.stack([jnp.asarray(case.b)] * 8)
+    a, b = jnp.asarray(case.a), jnp.stack([jnp.asarray(case.b) * jnp.bfloat16(i) for i in range(1, 9)])
     axes = (None, 0)
     if batched == "a and b":
         a, axes = jnp.stack([a] * 8), (0, 0)
     run = jax.vmap(lambda a, b: grouped_gemm(a, b, offsets=case.offsets), axes)
     gradient = jax.grad(lambda a, b: run(a, b).astype(jnp.float32).sum(), (0, 1))
-    arrays = put(mesh, a, P()), put(mesh, b, P(("x", "y")))
+    arrays = put(mesh, a, P()), put(mesh, b, spec)
     for function in (run, gradient):
         compiled = jax.jit(function).lower(*arrays).compile()
         for operation, shape in collectives(compiled.as_text()):
             assert operation in ("all-reduce", "reduce-scatter") or math.prod(shape) < b.size, (operation, shape)
-        for got, want in zip(jax.tree.leaves(compiled(*arrays)), jax.tree.leaves(function(a, b)), strict=True):
-            np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=0.1)
+        found = jax.tree.leaves(compiled(*arrays))
+        for got, want in zip(found, jax.tree.leaves(function(a, b)), strict=True):
+            got, want = got.astype(np.float32), want.astype(np.float32)
+            np.testing.assert_allclose(got, want, rtol=0.02, atol=0.01 * np.abs(want).max())
+    assert found[1].sharding.is_equivalent_to(arrays[1].sharding, 4)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x")])
+def test_a_batch_of_ragged_dot(mesh, partitioner, spec):
+    """As JAX has it under vmap, of weights (B, G, K, N)."""
+    case = make("plain", poison=False)
+    lhs, rhs = jnp.stack([jnp.asarray(case.a)] * 4), jnp.stack([jnp.swapaxes(jnp.asarray(case.b), 1, 2)] * 4)
+    sizes = jnp.tile(jnp.diff(jnp.asarray(case.offsets), prepend=0), (4, 1))
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((2,), (2,)), ((0,), (0,))), lhs_ragged_dimensions=[1], rhs_group_dimensions=[1]
+    )
+
+    def run(lhs, rhs):
+        out, pull = jax.vjp(lambda lhs, rhs: ragged.ragged_dot_general(lhs, rhs, sizes, numbers), lhs, rhs)
+        return out, *pull(out)
+
+    arrays = put(mesh, lhs, P()), put(mesh, rhs, spec)
+    compiled = jax.jit(run).lower(*arrays).compile()
+    for operation, shape in collectives(compiled.as_text()):
+        assert operation in ("all-reduce", "reduce-scatter") or math.prod(shape) <= lhs.shape[0] * M * max(N, K), (
+            operation,
+            shape,
+        )
+    found = compiled(*arrays)
+    assert found[2].sharding.is_equivalent_to(arrays[1].sharding, 4)
+    for got, want in zip(found, run(lhs, rhs), strict=True):
+        got, want = got.astype(np.float32), want.astype(np.float32)
+        np.testing.assert_allclose(got, want, rtol=0.02, atol=0.01 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])

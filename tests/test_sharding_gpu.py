@@ -1,6 +1,7 @@
 """Several GPUs: the kernels and the reference under shard_map, automatic partitioning and explicit axes."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,31 @@ def test_gradients_of_weights_are_sharded_as_the_weights(layout, implementation)
     got = pull(arrays, outputs_there)
     assert got.sharding.is_equivalent_to(arrays["b"].sharding, 3)
     oracle.check_cotangents({"b": got}, case, [outputs], roundings=4)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["batch", "experts"])
+def test_vmap_over_weights(spec, implementation):
+    """They stay where they are, and their gradients are there."""
+    case = make("plain")
+    (outputs,) = outputs_of(case)
+    b = jnp.stack([jnp.asarray(case.b), -jnp.asarray(case.b)])
+    there = jax.device_put(b, NamedSharding(make_mesh(), spec))
+    one = functools.partial(grouped_gemm, offsets=jnp.asarray(case.offsets), implementation=implementation)
+
+    def run(b):
+        found, pull = jax.vjp(lambda b: jax.vmap(one, (None, 0))(jnp.asarray(case.a), b), b)
+        return found, pull(jnp.stack([outputs, outputs]))[0]
+
+    compiled = jax.jit(run).lower(there).compile()
+    assert_runs(compiled, implementation)
+    for operation, shape in sharding_problems.collectives(compiled.as_text()):
+        assert operation in ("all-reduce", "reduce-scatter") or math.prod(shape) < b.size // 2, (operation, shape)
+    found, gradient = compiled(there)
+    assert gradient.sharding.is_equivalent_to(there.sharding, 4)
+    oracle.check(found[0], case)
+    np.testing.assert_array_equal(found[1], -found[0])
+    for i in range(2):
+        oracle.check_cotangents({"b": gradient[i]}, case, [outputs], roundings=4)
 
 
 def test_ragged_dot_has_parts_that_the_kernels_do_not_take(caplog):
