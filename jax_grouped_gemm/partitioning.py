@@ -223,13 +223,15 @@ class _Rule:
         if plan.axes["s"] or plan.axes["l"]:
             experts = jnp.arange(self.call.l, dtype=jnp.int32) if at.experts is None else at.experts
             here = reference.has_expert(self.call, experts)
-            index = jnp.zeros_like(experts)
-            stacks = plan.call.stacks or 1
-            for letter, size in (("s", stacks), ("l", plan.call.l // stacks)):
-                one = experts // self.sizes["l"] if letter == "s" else experts % self.sizes["l"]
-                one -= lax.axis_index(plan.axes[letter]) * size if plan.axes[letter] else 0
-                here &= (one >= 0) & (one < size)
-                index = index * size + one
+            if self.call.stacks is None or not plan.axes["l"]:  # this device's are neighbours
+                index = experts - lax.axis_index(plan.axes["s"] or plan.axes["l"]) * plan.call.l
+            else:
+                of_stack, here_of_stack = self.sizes["l"], plan.call.l // plan.call.stacks
+                stack, expert = experts // of_stack, experts % of_stack
+                stack -= lax.axis_index(plan.axes["s"]) * plan.call.stacks if plan.axes["s"] else 0
+                expert -= lax.axis_index(plan.axes["l"]) * here_of_stack
+                here &= (expert >= 0) & (expert < here_of_stack)
+                index = stack * here_of_stack + expert
             at = at._replace(experts=jnp.where(here, index, -1))
         return at
 
