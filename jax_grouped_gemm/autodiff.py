@@ -11,10 +11,10 @@ the forward and the backward pass only operands are kept, those that the cotange
     prob           a, b, alpha            bias                none with bias
     bias                                  prob                a narrow grouped_wgrad
 
-and always offsets and experts. The kernels take bfloat16: the cotangent of D is rounded to it, or what those of D and C
-are together, which is one temporary (M, N); then that of prob, which is a factor of D alone, takes a product of its own.
-Where a or b is float32 (`calls.Call.parts`), its cotangent is made of all of D's. Addresses (b_ptrs) have no
-cotangents, and what lies behind them is a constant.
+and always offsets and experts; on several devices the weights for b's too, for their sharding alone. The kernels take
+bfloat16: the cotangent of D is rounded to it, or what those of D and C are together, which is one temporary (M, N); then
+that of prob, which is a factor of D alone, takes a product of its own. Where a or b is float32 (`calls.Call.parts`), its
+cotangent is made of all of D's. Addresses (b_ptrs) have no cotangents, and what lies behind them is a constant.
 
 grouped_wgrad is linear in each of its operands: its tangent is a sum of such calls too, and the cotangents of x and y
 are grouped_gemm with D's cotangent, rounded to bfloat16 or likewise, as the weights.

@@ -1,7 +1,8 @@
 """Which device computes what of a call whose operands are sharded: on a mesh with explicit axes, and by automatic partitioning.
 
 Dimensions have the letters of the contract: m, n, k, l, s for the stacks of weights that a vmap makes (`calls.Call.stacks`),
-and g for that of the groups, which is small and never sharded. One rule settles every case: weights stay where they are (and so do the matrices that a weight gradient makes), rows move.
+and g for that of the groups, which is small and never sharded. One rule settles every case: weights stay where they are (and
+so do the matrices that a weight gradient makes), rows move.
 
 On explicit axes the results' shardings follow from the operands' types, or the call is refused as jax.lax.dot_general would.
 The call itself is then one on automatic axes. There XLA asks, when shardings are known, what each device is to do
