@@ -3,7 +3,9 @@
 import functools
 import math
 
+import exports
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -171,6 +173,52 @@ def test_vmap_over_weights(spec, implementation):
     np.testing.assert_array_equal(found[1], -found[0])
     for i in range(2):
         oracle.check_cotangents({"b": gradient[i]}, case, [outputs], roundings=4)
+
+
+def test_scan_with_remat(implementation):
+    """Of layers whose experts are sharded."""
+    case = make("plain")
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((M, K)), jnp.bfloat16)
+    weights = jnp.asarray(rng.standard_normal((3, L, N, K)) * (N * K) ** -0.25, jnp.bfloat16)
+    one = functools.partial(grouped_gemm, offsets=jnp.asarray(case.offsets), implementation=implementation)
+
+    @jax.checkpoint
+    def layer(x, w):
+        return jnp.tanh(one(jnp.tanh(one(x, w)), w, b_major="n")), None
+
+    def loss(weights, x):
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32) ** 2)
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    mesh = make_mesh()
+    there = jax.device_put(weights, NamedSharding(mesh, P(None, "x"))), jax.device_put(x, NamedSharding(mesh, P()))
+    compiled = run.lower(*there).compile()
+    assert_runs(compiled, implementation)
+    got = jax.tree.leaves(compiled(*there))
+    assert got[1].sharding.is_equivalent_to(there[0].sharding, 4)
+    for found, want in zip(got, jax.tree.leaves(run(weights, x)), strict=True):
+        found, want = (np.asarray(x).astype(np.float64) for x in (found, want))
+        assert np.linalg.norm(found - want) <= 2.0**-6 * np.linalg.norm(want)
+
+
+def test_exported(implementation):
+    """A program of shard_map, with both passes, serialised."""
+    case, mesh = make("plain"), make_mesh()
+    a, b, offsets = jnp.asarray(case.a), jnp.asarray(case.b), jnp.asarray(case.offsets)
+
+    def local(a, b, offsets):
+        ends = sharding_problems.local_ends(offsets, a.shape[0])
+        d, pull = jax.vjp(lambda a, b: grouped_gemm(a, b, offsets=ends, implementation=implementation), a, b)
+        return d, *pull(d)
+
+    results = P("x"), P("x"), P()
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=results))
+    operands = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, P("x")), (b, P()), (offsets, P()))]
+    program = exports.export(run, operands, None).serialize()
+    exported = jax.export.deserialize(program)
+    for found, want in zip(exported.call(*operands), run(*operands), strict=True):
+        np.testing.assert_array_equal(found.astype(np.float32), want.astype(np.float32))
 
 
 def test_ragged_dot_has_parts_that_the_kernels_do_not_take(caplog):
