@@ -169,24 +169,30 @@ def select_tile(arch, l, m, n, k, mma_tiler_mn=None, cluster_shape_mn=None):
     return min((tile for tile in allowed if tile != small), key=cost)
 
 
-def select_wgrad_tile(arch, n, k, mma_tiler_mn=None, cluster_shape_mn=None):
-    """The tile for D (N, K) of each group. None if the wish allows none.
+# SMs of the GPUs that the rule below has in mind: H100 SXM and H200; B200.
+SMS = {90: 132, 100: 148}
+# What a row of a group costs each tile of wgrad, per column and relative to the first tile: where N and K are multiples of 16, and
+# how much more for each that is not. Its rows then begin inside of 32-byte sectors, of which a narrow tile moves more in vain.
+# Measured for SM90 (docs/architecture.md); for SM100 not: the ratio of the bytes loaded.
+WGRAD_ROW_COSTS = {90: ((1.0, 0.0), (1.0, 0.04), (1.1, 0.35)), 100: ((1.0, 0.0), (1.5, 0.0))}
+# What comes with every tile of D, in such rows: above all, it is written.
+WGRAD_ROWS_PER_TILE = 300
 
-    The rows of a group are contracted, so their number does not matter. As above otherwise: the last tile is for D that
-    does not fill one, and between the others, padding N and K less is worth what it saves. None of it is measured.
+
+def select_wgrad_tile(arch, l, rows, n, k, mma_tiler_mn=None, cluster_shape_mn=None):
+    """The tile for D (L, N, K), from static facts only; rows: of a group, in the mean. None if the wish allows none.
+
+    Clusters do one tile of D after another, so the time is that of as many as the busiest one has.
     """
-    allowed = tiles(arch, mma_tiler_mn, cluster_shape_mn)
-    if len(allowed) < 2:
-        return allowed[0] if allowed else None
-    fast, *_, small = TILES[arch]
-    if min(n, k) < 128:
-        return small if small in allowed else allowed[-1]
+    misaligned = (n % 16 != 0) + (k % 16 != 0)
 
     def cost(tile):
-        padded = _padded(n, tile.m * tile.cluster_m) * _padded(k, tile.n * tile.cluster_n)
-        return padded * (1.0 if tile == fast else 1.03)
+        count = l * -(-n // (tile.m * tile.cluster_m)) * -(-k // (tile.n * tile.cluster_n))
+        waves = -(-count // (SMS[arch] // (tile.cluster_m * tile.cluster_n)))
+        aligned, more = WGRAD_ROW_COSTS[arch][TILES[arch].index(tile)]
+        return waves * tile.n * (rows * (aligned + more * misaligned) + WGRAD_ROWS_PER_TILE)
 
-    return min((tile for tile in allowed if tile != small), key=cost)
+    return min(tiles(arch, mma_tiler_mn, cluster_shape_mn), key=cost, default=None)
 
 
 def _padded(size, unit):

@@ -73,7 +73,8 @@ def kernel_name(arch, call):
 
 
 def tile_of(arch, call):
-    return config.select_wgrad_tile(arch, call.n, call.k, call.mma_tiler_mn, call.cluster_shape_mn)
+    wish = call.mma_tiler_mn, call.cluster_shape_mn
+    return config.select_wgrad_tile(arch, call.l, call.m / call.groups, call.n, call.k, *wish)
 
 
 ffi_call.register(grouped_wgrad_p, _implementation, partitioning.Wgrad)

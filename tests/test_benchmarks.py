@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import check, report, run, shapes
+from benchmarks import check, report, run, shapes, tiles
 from benchmarks.timing import Arm, calibrate, geometric_mean, interleave, summarize
-from jax_grouped_gemm import library
+from jax_grouped_gemm import config, library
 
 
 class FakeClock:
@@ -164,3 +164,26 @@ def test_smoke_run(tmp_path, capsys):
     assert result["machine"]["build"] == (library.manifest() or {}).get("build_id")
     assert "first_call_seconds" in result["figures"]
     assert (tmp_path / path.with_suffix(".md").name).read_text() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("product", ["forward", "dgrad", "wgrad"])
+def test_tiles_of_a_smoke_run(product, tmp_path):
+    assert tiles.main(["--smoke", "--product", product, "--reps", "2", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob(f"*-tiles-{product}-smoke.json")
+    (problem,) = json.loads(path.read_text())["problems"]
+    assert problem["loss"] >= 0
+    assert {"rule", *map(str, config.TILES[90])} <= problem["seconds"].keys()
+
+
+def test_random_rows_are_what_the_benchmark_says():
+    rng = np.random.default_rng(0)
+    rows = [tiles.random_row(rng, "wgrad") for _ in range(200)]
+    for row in rows:
+        assert 1 <= row.l <= 256
+        assert row.m >= 32 * row.l
+        for size in (row.n, row.k):
+            assert 512 <= size <= 16384
+            assert size % 8 == 0
+        assert tiles.FLOPS[0] < row.flops < tiles.FLOPS[1]
+        assert row.group_sizes(0).sum() == row.m
+    assert {row.shares for row in rows} == {"balanced", "skew"}

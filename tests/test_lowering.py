@@ -186,9 +186,11 @@ def test_wgrad_kernel_names_are_compiled_variants():
     names = {variant.name for arch in config.TILES for variant in config.wgrad_variants(arch)}
     sizes = (8, 64, 128, 192, 256, 384, 576, 4096)
     asked = set()
-    for arch, n, k, (d_dtype, accumulate) in itertools.product(config.TILES, sizes, sizes, config.WGRAD_RESULTS):
+    for arch, l, n, k, (d_dtype, accumulate) in itertools.product(
+        config.TILES, (1, 128), sizes, sizes, config.WGRAD_RESULTS
+    ):
         call = calls.WgradCall(
-            m=64, n=n, k=k, l=4, d_dtype=d_dtype, has_alpha=False, accumulate=accumulate, implementation=None
+            m=64, n=n, k=k, l=l, d_dtype=d_dtype, has_alpha=False, accumulate=accumulate, implementation=None
         )
         asked.add(wgrad_call.kernel_name(arch, call))
     assert asked == names

@@ -325,16 +325,27 @@ def test_one_program_for_both_platforms(built):
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "tiles"),
+    ("l", "rows", "n", "k", "tile"),
     [
-        (64, 1024, {90: "128x128x64_cluster1x1", 100: "128x256x64_cluster1x1"}),
-        (1024, 1024, {90: "128x256x64_cluster2x1", 100: "128x256x64_cluster2x1_pair"}),
-        (1024, 384, {90: "128x192x64_cluster2x1", 100: "128x256x64_cluster2x1_pair"}),
+        (8, 4096, 4096, 7168, "128x256x64_cluster2x1"),
+        # Fewer waves, or columns, of a smaller tile.
+        (128, 256, 5760, 2880, "128x192x64_cluster2x1"),
+        (2, 2500, 512, 624, "128x128x64_cluster1x1"),
+        (256, 600, 64, 2048, "128x128x64_cluster1x1"),
+        (47, 7071, 1408, 512, "128x128x64_cluster1x1"),
+        # A smaller one would be padded less, but for nothing: as many waves, or rows that begin inside of a sector.
+        (1, 10591, 1864, 1864, "128x256x64_cluster2x1"),
+        (78, 248, 7904, 616, "128x256x64_cluster2x1"),
     ],
 )
-def test_the_tile_pads_little(n, k, tiles):
-    for arch, tile in tiles.items():
-        assert str(config.select_wgrad_tile(arch, n, k)) == tile
+def test_the_tile_makes_few_and_short_waves(l, rows, n, k, tile):
+    """Each the fastest on an H200."""
+    assert str(config.select_wgrad_tile(90, l, rows, n, k)) == tile
+
+
+@pytest.mark.parametrize(("n", "tile"), [(64, "128x256x64_cluster1x1"), (1024, "128x256x64_cluster2x1_pair")])
+def test_a_pair_of_ctas_has_rows_for_both(n, tile):
+    assert str(config.select_wgrad_tile(100, 128, 512, n, 1024)) == tile
 
 
 @pytest.mark.parametrize("arch", config.TILES)
@@ -343,7 +354,7 @@ def test_every_tile_has_a_name_for_callers(built, arch):
         wish = {"mma_tiler_mn": tile.mma_tiler_mn, "cluster_shape_mn": tile.cluster_shape_mn}
         line = custom_call(lower(**wish))
         assert re.search(rf'sm{arch} = "sm{arch}_wgrad_{tile}_bfloat16"', line)
-    assert config.select_wgrad_tile(90, 64, 64, (1, 1)) is None
+    assert config.select_wgrad_tile(90, 1, 64, 64, 64, (1, 1)) is None
     assert wgrad_call.kernel_name(90, calls.WgradCall(64, 8, 8, 1, "float32", False, None, mma_tiler_mn=(1, 1))) == ""
 
 
