@@ -45,7 +45,7 @@ def measure(row, tiles, seed, reps):
     """Seconds of a call by the name of its tile, with the rule's as "rule"."""
     inputs = arms.Inputs(row, seed)
     expected = check.grouped_reference(row.product, *inputs.pairs[0], inputs.ends)
-    options = {"rule": {}} | {
+    options: dict[str, dict] = {"rule": {}} | {
         str(tile): {"mma_tiler_mn": tile.mma_tiler_mn, "cluster_shape_mn": tile.cluster_shape_mn} for tile in tiles
     }
     builders = {name: functools.partial(arms.ours, inputs, **given) for name, given in options.items()}
