@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import json
 import sys
 from pathlib import Path
 
@@ -28,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_grouped_gemm
-from benchmarks import figures, public_layer
+from benchmarks import figures, public_layer, report
 from benchmarks.run import progress
 from benchmarks.timing import Arm, calibrate, interleave, summarize
 from jax_grouped_gemm.nn import routing
@@ -198,10 +197,8 @@ def main(argv=None):
     if public_layer.found():
         jobs.append((PUBLIC_SMOKE if args.smoke else PUBLIC, measure_public))
     result["layers"] = [run(layer, args.reps) for layer, run in jobs if args.match in layer.name]
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{now:%Y%m%d-%H%M%S}-layer{'-smoke' if args.smoke else ''}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {path}")
+    stem = f"{now:%Y%m%d-%H%M%S}-layer{'-smoke' if args.smoke else ''}"
+    print(f"wrote {report.write_json(result, args.out, stem)}")
     return 0
 
 

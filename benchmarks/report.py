@@ -92,11 +92,17 @@ def markdown(result):
     return "\n".join(lines) + "\n"
 
 
+def write_json(result, folder, stem):
+    """Writes STEM.json. Returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
 def write(result, folder, stem):
     """Writes STEM.json, STEM.md and, with matplotlib, STEM.png. Returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{stem}.json", folder / f"{stem}.md"]
-    paths[0].write_text(json.dumps(result, indent=1) + "\n")
+    paths = [write_json(result, folder, stem), folder / f"{stem}.md"]
     paths[1].write_text(markdown(result))
     if plot(result, folder / f"{stem}.png"):
         paths.append(folder / f"{stem}.png")

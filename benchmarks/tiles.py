@@ -14,14 +14,13 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import json
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from benchmarks import arms, check, figures, shapes
+from benchmarks import arms, check, figures, report, shapes
 from benchmarks.run import as_jax, poison_outputs, progress
 from benchmarks.timing import calibrate, interleave, summarize
 from jax_grouped_gemm import config, ffi_call
@@ -99,10 +98,8 @@ def main(argv=None):
         rates = "  ".join(f"{name} {row.flops / time / 1e12:.4g}" for name, time in seconds.items())
         print(f"{row.name:24} {row.shares:9} TFLOP/s: {rates}  loss {losses[-1]:.1%}", flush=True)
     print(f"loss of the rule: {np.mean(losses):.1%} on average, {max(losses):.1%} at most")
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{now:%Y%m%d-%H%M%S}-tiles-{args.product}{'-smoke' if args.smoke else ''}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {path}")
+    stem = f"{now:%Y%m%d-%H%M%S}-tiles-{args.product}{'-smoke' if args.smoke else ''}"
+    print(f"wrote {report.write_json(result, args.out, stem)}")
     return 0
 
 
