@@ -30,7 +30,7 @@ FLOPS = 1e10, 3e12
 
 
 def random_row(rng, product):
-    """L from 1 to 256, N and K from 512 to 16384, multiples of 8 and of little else, unaligned groups."""
+    """L from 1 to 255, 32 to 8192 rows a group, N and K from 512 to 16384, multiples of 8 and of little else, unaligned groups."""
     while True:
         l = int(2 ** rng.uniform(0, 8))
         n, k = (8 * int(2 ** rng.uniform(9, 14) / 8) for _ in range(2))
