@@ -91,7 +91,8 @@ def main(argv=None):
     losses = []
     for i, row in enumerate(rows):
         progress(f"{i + 1} of {len(rows)}: {row.name} {row.shares}")
-        seconds = measure(row, config.TILES[arch], args.seed, args.reps)
+        tiles = config.wgrad_tiles(arch) if args.product == "wgrad" else config.TILES[arch]
+        seconds = measure(row, tiles, args.seed, args.reps)
         ours = {name: time for name, time in seconds.items() if name != "torch_grouped_mm"}
         losses.append(seconds["rule"] / min(ours.values()) - 1)
         result["problems"].append(dataclasses.asdict(row) | {"seconds": seconds, "loss": losses[-1]})

@@ -1,5 +1,6 @@
 """Interleaved timing: every arm in turn, round after round, so that a hot or throttled GPU slows all of them alike."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -33,18 +34,19 @@ def calibrate(arm: Arm, rounds: int, burst_seconds: float = 0.02, slow_seconds: 
     arm.rounds = rounds if once < slow_seconds else min(rounds, 3)
 
 
-def interleave(arms: Mapping[str, Arm], clock: Callable[[], float] = time.perf_counter) -> None:
-    """Takes every arm's samples: A B C A B C ..., an arm with fewer rounds leaving early.
+def interleave(arms: Mapping[str, Arm], clock: Callable[[], float] = time.perf_counter, seed: int = 0) -> None:
+    """Takes every arm's samples, round after round, an arm with fewer rounds leaving early.
 
-    The order turns by one each round, so that no arm always runs behind the same neighbour.
+    A GPU at its power limit takes a while to find the clock for what it runs: a burst right behind another arm's still has
+    that arm's. So each is preceded by one that is not timed, and each round has an order of its own.
     """
-    names = list(arms)
+    order = random.Random(seed)
     for round_ in range(max((arm.rounds for arm in arms.values()), default=0)):
-        turn = round_ % len(names)
-        for name in names[turn:] + names[:turn]:
-            arm = arms[name]
-            if round_ < arm.rounds:
-                arm.samples.append(arm.burst(arm.calls, clock))
+        turn = [arm for arm in arms.values() if round_ < arm.rounds]
+        order.shuffle(turn)
+        for arm in turn:
+            arm.burst(arm.calls, clock)
+            arm.samples.append(arm.burst(arm.calls, clock))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ This module is plain Python: the build reads it to know what to compile, the low
 
 import dataclasses
 import itertools
+import math
 
 # Compute capabilities of the GPUs that an architecture's kernels run on: sm_90a, and the family of sm_100f.
 CAPABILITIES = {90: ("9.0",), 100: ("10.0", "10.3")}
@@ -29,6 +30,7 @@ class Tile:
     m, n: rows and columns of D per CTA; k: contraction per pipeline stage.
     cluster_m, cluster_n: CTAs of a cluster along rows and columns, which share operands by multicast.
     two_cta: SM100 only, the pair of CTAs along M executes one matrix instruction together.
+    swapped: SM90 only, for few rows: the matrix unit, whose rows come by 64, takes the weights for them, and the rows for columns.
 
     A caller names it by `mma_tiler_mn` and `cluster_shape_mn`.
     """
@@ -39,6 +41,7 @@ class Tile:
     cluster_m: int = 1
     cluster_n: int = 1
     two_cta: bool = False
+    swapped: bool = False
 
     @property
     def mma_tiler_mn(self):
@@ -50,14 +53,25 @@ class Tile:
         return self.cluster_m, self.cluster_n
 
     def __str__(self):
-        pair = "_pair" if self.two_cta else ""
-        return f"{self.m}x{self.n}x{self.k}_cluster{self.cluster_m}x{self.cluster_n}{pair}"
+        how = "_pair" if self.two_cta else "_swapped" if self.swapped else ""
+        return f"{self.m}x{self.n}x{self.k}_cluster{self.cluster_m}x{self.cluster_n}{how}"
 
 
 TILES = {
-    90: (Tile(128, 256, cluster_m=2), Tile(128, 192, cluster_m=2), Tile(128, 128)),
+    90: (
+        Tile(128, 256, cluster_m=2),
+        Tile(128, 256),
+        Tile(128, 192, cluster_m=2),
+        Tile(128, 128),
+        Tile(64, 128, swapped=True),
+    ),
     100: (Tile(128, 256, cluster_m=2, two_cta=True), Tile(128, 256)),
 }
+
+
+def wgrad_tiles(arch):
+    """Those that weight gradients are compiled for: their results have no few rows."""
+    return tuple(tile for tile in TILES[arch] if not tile.swapped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +125,7 @@ WGRAD_RESULTS = (("bfloat16", False), ("float32", False), ("float32", True))
 
 def wgrad_variants(arch):
     """Every wgrad kernel compiled for an architecture."""
-    return [WgradVariant(arch, tile, *result) for tile, result in itertools.product(TILES[arch], WGRAD_RESULTS)]
+    return [WgradVariant(arch, tile, *result) for tile, result in itertools.product(wgrad_tiles(arch), WGRAD_RESULTS)]
 
 
 def prologue_name(arch, source):
@@ -140,60 +154,97 @@ def _storage(dtype):
     return "float32" if dtype == "float32" else "16bit"
 
 
-def tiles(arch, mma_tiler_mn=None, cluster_shape_mn=None):
-    """Compiled tiles of an architecture that a caller's wish allows; None allows all."""
+def wished(tiles, mma_tiler_mn=None, cluster_shape_mn=None):
+    """Those that a caller's wish allows; None allows all."""
     return tuple(
         tile
-        for tile in TILES[arch]
+        for tile in tiles
         if mma_tiler_mn in (None, tile.mma_tiler_mn) and cluster_shape_mn in (None, tile.cluster_shape_mn)
     )
 
 
-def select_tile(arch, l, m, n, k, mma_tiler_mn=None, cluster_shape_mn=None):
-    """The tile for a call, from static facts only: L experts, (M, K) rows, N columns. None if the wish allows none.
-
-    The first tile of an architecture is its fastest per column when groups fill the rows of a cluster; the last is for
-    groups that do not. Between them, a tile that pads N less wins if it saves more than its own lower speed costs.
-    """
-    del k  # every tile's pipeline is deep enough for any K
-    allowed = tiles(arch, mma_tiler_mn, cluster_shape_mn)
-    if len(allowed) < 2:
-        return allowed[0] if allowed else None
-    fast, *_, small = TILES[arch]
-    if m < l * fast.m * fast.cluster_m:
-        return small if small in allowed else allowed[-1]
-
-    def cost(tile):
-        return _padded(n, tile.n * tile.cluster_n) * (1.0 if tile == fast else 1.03)
-
-    return min((tile for tile in allowed if tile != small), key=cost)
-
-
-# SMs of the GPUs that the rule below has in mind: H100 SXM and H200; B200.
+# SMs of the GPUs that the rules below have in mind: H100 SXM and H200; B200.
 SMS = {90: 132, 100: 148}
-# What a row of a group costs each tile of wgrad, per column and relative to the first tile: where N and K are multiples of 16, and
-# how much more for each that is not. Its rows then begin inside of 32-byte sectors, of which a narrow tile moves more in vain.
-# Measured for SM90 (docs/architecture.md); for SM100 not: the ratio of the bytes loaded.
-WGRAD_ROW_COSTS = {90: ((1.0, 0.0), (1.0, 0.04), (1.1, 0.35)), 100: ((1.0, 0.0), (1.5, 0.0))}
-# What comes with every tile of D, in such rows: above all, it is written.
-WGRAD_ROWS_PER_TILE = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a tile costs, in microseconds of an H200; between tiles of one table only ratios count.
+
+    block: of the contraction, `Tile.k` long. result: what comes with every tile, above all that D is written.
+    misaligned: the share that a block costs more for each of N and K that is no multiple of 16. Rows then begin inside of
+      32-byte sectors, of which a tile that shares less with others moves more in vain.
+    memory: the share of the time of reading operands and writing D once that comes on top.
+    """
+
+    block: float
+    result: float
+    misaligned: float
+    memory: float
+
+
+# Of TILES. For SM90 fitted to times on an H200 (docs/architecture.md); for SM100 a guess: the ratio of bytes loaded.
+FORWARD_COSTS = {
+    90: (
+        Cost(0.68, 1.45, 0.5, 0.16),
+        Cost(0.70, 0.0, 0.95, 0.33),
+        Cost(0.525, 1.7, 0.63, 0.0),
+        Cost(0.435, 0.48, 1.15, 0.14),
+        Cost(0.315, 0.0, 1.05, 0.28),
+    ),
+    100: (Cost(1.0, 4.7, 0.0, 0.0), Cost(1.5, 4.7, 0.0, 0.0)),
+}
+# Of `wgrad_tiles`.
+WGRAD_COSTS = {
+    90: (
+        Cost(0.68, 0.97, 0.0, 0.02),
+        Cost(0.70, 0.64, 0.17, 0.05),
+        Cost(0.525, 0.68, 0.08, 0.0),
+        Cost(0.435, 0.25, 0.54, 0.06),
+    ),
+    100: (Cost(1.0, 4.7, 0.0, 0.0), Cost(1.5, 4.7, 0.0, 0.0)),
+}
+BYTES_PER_MICROSECOND = 4.2e6  # of an H200's memory, as copies reach
+# Sizes of groups, in units of their mean, that the forward rule has in mind, since only the device knows the real ones.
+GROUP_SIZES = (0.5, 1.0, 1.0, 1.5)
+# A cluster does one tile after another. Of few such waves the last counts as a whole one; of more, half.
+FEW_WAVES = 8
+
+
+def _time(arch, tile, cost, tiles_of_result, blocks, groups, m, n, k):
+    """tiles_of_result: of a whole cluster. groups: that have rows."""
+    waves = tiles_of_result / (SMS[arch] // (tile.cluster_m * tile.cluster_n))
+    waves = max(math.ceil(waves), 1) if waves < FEW_WAVES else waves + 0.5
+    misaligned = (n % 16 != 0) + (k % 16 != 0)
+    memory = 2 * (groups * n * k + m * k + m * n) / BYTES_PER_MICROSECOND
+    return waves * (blocks * cost.block * (1 + cost.misaligned * misaligned) + cost.result) + cost.memory * memory
+
+
+def _fastest(tiles, costs, wish, time):
+    allowed = wished(tiles, *wish)
+    priced = [(tile, cost) for tile, cost in zip(tiles, costs, strict=True) if tile in allowed]
+    return min(priced, key=lambda pair: time(*pair), default=(None, None))[0]
+
+
+def select_tile(arch, l, m, n, k, mma_tiler_mn=None, cluster_shape_mn=None):
+    """The tile for a forward call, from static facts only: M rows in L groups, (M, K) by (N, K). None if the wish allows none."""
+    groups = l * (1 - math.exp(-2 * m / l)) if l > 1 else 1  # that have rows, as a guess
+    sizes = [size * m / l for size in GROUP_SIZES] if l > 1 else [m]
+
+    def time(tile, cost):
+        of_a_group = sum(math.ceil(size / (tile.m * tile.cluster_m)) for size in sizes) / len(sizes)
+        count = groups * of_a_group * math.ceil(n / (tile.n * tile.cluster_n))
+        return _time(arch, tile, cost, count, math.ceil(k / tile.k), groups, m, n, k)
+
+    return _fastest(TILES[arch], FORWARD_COSTS[arch], (mma_tiler_mn, cluster_shape_mn), time)
 
 
 def select_wgrad_tile(arch, l, rows, n, k, mma_tiler_mn=None, cluster_shape_mn=None):
-    """The tile for D (L, N, K), from static facts only; rows: of a group, in the mean. None if the wish allows none.
+    """The tile for D (L, N, K), from static facts only; rows: of a group, in the mean. None if the wish allows none."""
+    blocks = rows / 64 + 0.5 if l > 1 else math.ceil(rows / 64)  # a group's last block is seldom full
 
-    Clusters do one tile of D after another, so the time is that of as many as the busiest one has.
-    """
-    misaligned = (n % 16 != 0) + (k % 16 != 0)
+    def time(tile, cost):
+        count = l * math.ceil(n / (tile.m * tile.cluster_m)) * math.ceil(k / (tile.n * tile.cluster_n))
+        return _time(arch, tile, cost, count, blocks, l, l * rows, n, k)
 
-    def cost(tile):
-        count = l * -(-n // (tile.m * tile.cluster_m)) * -(-k // (tile.n * tile.cluster_n))
-        waves = -(-count // (SMS[arch] // (tile.cluster_m * tile.cluster_n)))
-        aligned, more = WGRAD_ROW_COSTS[arch][TILES[arch].index(tile)]
-        return waves * tile.n * (rows * (aligned + more * misaligned) + WGRAD_ROWS_PER_TILE)
-
-    return min(tiles(arch, mma_tiler_mn, cluster_shape_mn), key=cost, default=None)
-
-
-def _padded(size, unit):
-    return -(-size // unit) * unit
+    return _fastest(wgrad_tiles(arch), WGRAD_COSTS[arch], (mma_tiler_mn, cluster_shape_mn), time)

@@ -171,11 +171,14 @@ def _wgrad_dtype(options, total, default, shape):
 def check_tile(call, architectures):
     """The call's tile is compiled for one of these architectures, those of this process's GPUs; for any if it has none."""
     wish = call.mma_tiler_mn, call.cluster_shape_mn
-    if any(config.tiles(arch, *wish) for arch in architectures or config.TILES):
+    found = {
+        arch: config.wgrad_tiles(arch) if isinstance(call, WgradCall) else tiles for arch, tiles in config.TILES.items()
+    }
+    if any(config.wished(found[arch], *wish) for arch in architectures or found):
         return
     compiled = "; ".join(
         f"SM{arch}: " + ", ".join(f"{tile.mma_tiler_mn} with {tile.cluster_shape_mn}" for tile in tiles)
-        for arch, tiles in config.TILES.items()
+        for arch, tiles in found.items()
     )
     which = (
         f", for this process's GPUs of {' and '.join(f'SM{arch}' for arch in architectures)}" if architectures else ""

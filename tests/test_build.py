@@ -151,8 +151,14 @@ def slab_columns(dtype):
 
 
 def stores(variant):
-    """In the code, of a tile: accumulators in registers are stored by unrolled code, those in tensor memory in a loop."""
-    return sum(variant.tile.n // slab_columns(dtype) if variant.arch == 90 else 1 for dtype in outputs(variant))
+    """In the code, of a tile: accumulators in registers are stored by unrolled code, those in tensor memory in a loop. D that waits for the next tile
+    is stored in its loop over K, or after it."""
+    if variant.arch == 100:
+        return len(outputs(variant))
+    waits = variant.tile.n == 256 and variant.d_dtype != "float32"
+    columns = 64 if variant.tile.swapped else variant.tile.n  # of a warpgroup
+    count = sum(columns // slab_columns(dtype) for dtype in outputs(variant))
+    return count + waits * variant.tile.n // slab_columns(variant.d_dtype)
 
 
 def opcodes(instructions, pattern):
@@ -263,8 +269,9 @@ def test_matrix_instructions(name, sass):
     in_ptx = re.findall(r"^\s*(?:@\S+\s+)?((?:wgmma\.mma|tcgen05\.mma|mma\.)\S*)", ptx(name), re.MULTILINE)
     in_sass = opcodes(sass[name], r"\w*MMA\b")
     if KERNELS[name].arch == 90:
-        assert in_ptx == [f"wgmma.mma_async.sync.aligned.m64n{tile.n}k{MATRIX_K}.f32.bf16.bf16"] * count
-        assert in_sass == [f"HGMMA.64x{tile.n}x{MATRIX_K}.F32.BF16"] * count
+        columns = tile.m if tile.swapped else tile.n
+        assert in_ptx == [f"wgmma.mma_async.sync.aligned.m64n{columns}k{MATRIX_K}.f32.bf16.bf16"] * count
+        assert in_sass == [f"HGMMA.64x{columns}x{MATRIX_K}.F32.BF16"] * count
     else:
         group = 2 if tile.two_cta else 1
         assert in_ptx == [f"tcgen05.mma.cta_group::{group}.kind::f16.collector::a::discard"] * count
@@ -278,7 +285,8 @@ def test_majors(name):
     text = ptx(name)
     if KERNELS[name].arch == 90:
         flags = re.findall(r"wgmma\.mma_async.*\}, %rd\d+, %rd\d+, \w+, 1,\s+1, (\d), (\d);", text)
-        assert set(flags) == {(str(int(a)), str(int(b)))}
+        first, second = (b, a) if KERNELS[name].variant.tile.swapped else (a, b)
+        assert set(flags) == {(str(int(first)), str(int(second)))}
         return
     registers = re.findall(r"tcgen05\.mma\S* \[%r\d+\], %rd\d+, %rd\d+, (%r\d+),", text)
     for register in registers:
@@ -525,10 +533,9 @@ plain_kernels = pytest.mark.parametrize(
     [
         variant
         for arch, tiles in config.TILES.items()
-        for tile in tiles
         for variant in (
-            config.Variant(arch, tile, "k", "dense", "bfloat16", "plain"),
-            config.WgradVariant(arch, tile, "float32", accumulate=True),
+            *(config.Variant(arch, tile, "k", "dense", "bfloat16", "plain") for tile in tiles),
+            *(config.WgradVariant(arch, tile, "float32", accumulate=True) for tile in config.wgrad_tiles(arch)),
         )
     ],
     ids=lambda variant: variant.name,

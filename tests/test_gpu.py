@@ -58,7 +58,7 @@ def poison_the_allocator(case):
 schedules = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 
 
-@pytest.fixture(params=[None, *range(3)], ids=["rule", "first", "second", "third"])
+@pytest.fixture(params=[None, *range(5)], ids=["rule", "first", "second", "third", "fourth", "fifth"])
 def tile(request, monkeypatch):
     """The rule's tile, and each compiled tile of this GPU's architecture, forced."""
     if request.param is not None:

@@ -186,11 +186,11 @@ def test_wgrad_kernel_names_are_compiled_variants():
     names = {variant.name for arch in config.TILES for variant in config.wgrad_variants(arch)}
     sizes = (8, 64, 128, 192, 256, 384, 576, 4096)
     asked = set()
-    for arch, l, n, k, (d_dtype, accumulate) in itertools.product(
-        config.TILES, (1, 128), sizes, sizes, config.WGRAD_RESULTS
+    for arch, l, rows, n, k, (d_dtype, accumulate) in itertools.product(
+        config.TILES, (1, 128), (64, 4096), sizes, sizes, config.WGRAD_RESULTS
     ):
         call = calls.WgradCall(
-            m=64, n=n, k=k, l=l, d_dtype=d_dtype, has_alpha=False, accumulate=accumulate, implementation=None
+            m=rows * l, n=n, k=k, l=l, d_dtype=d_dtype, has_alpha=False, accumulate=accumulate, implementation=None
         )
         asked.add(wgrad_call.kernel_name(arch, call))
     assert asked == names
@@ -226,18 +226,46 @@ def test_every_tile_has_a_name_for_callers(arch):
         found = kernel_names(custom_call(lower(("cuda",), **wish)))
         assert f"_{tile}_" in found[arch]
         for other in set(config.TILES) - {arch}:
-            same = config.tiles(other, **wish)
+            same = config.wished(config.TILES[other], **wish)
             assert found[other] == "" if not same else f"_{same[0]}_" in found[other]
 
 
+@pytest.mark.parametrize(
+    ("l", "m", "n", "k", "tile"),
+    [
+        (8, 32768, 4096, 7168, "128x256x64_cluster2x1"),
+        (128, 512, 1536, 2048, "64x128x64_cluster1x1_swapped"),
+        (1, 106, 640, 9216, "64x128x64_cluster1x1_swapped"),
+        # Groups of about 64 rows would leave the rows of a cluster empty, groups of 1249 the SMs.
+        (93, 5917, 3616, 1272, "128x256x64_cluster1x1"),
+        (1, 1334, 3056, 12176, "128x256x64_cluster1x1"),
+        (68, 4516, 1352, 4192, "128x128x64_cluster1x1"),
+        (1, 1249, 1536, 12864, "128x128x64_cluster1x1"),
+        # N is little more than two thirds of what wider tiles pad it to,
+        (10, 6925, 704, 14144, "128x192x64_cluster2x1"),
+        (27, 26819, 576, 3008, "128x192x64_cluster2x1"),
+        # but rows that begin inside of a sector want the tile that shares most.
+        (5, 25038, 9648, 3064, "128x256x64_cluster2x1"),
+        (12, 63944, 1264, 1544, "128x256x64_cluster2x1"),
+    ],
+)
+def test_the_tile_fits_the_groups_and_the_columns(l, m, n, k, tile):
+    """Each the fastest on an H200."""
+    assert str(config.select_tile(90, l, m, n, k)) == tile
+
+
+def test_no_tile_for_a_wish_that_none_fulfils():
+    assert config.select_tile(90, 8, 64, 64, 64, mma_tiler_mn=(1, 1)) is None
+
+
 def test_a_wish_leaves_the_rest_to_the_rule():
-    """Few rows per expert: the last tile, unless the wish rules it out."""
+    """Few rows per expert: a tile for them, unless the wish rules it out."""
     found = kernel_names(custom_call(lower(("cuda",), cluster_shape_mn=(2, 1))))
-    assert "_128x192x64_cluster2x1_" in found[90]
+    assert "_cluster2x1_" in found[90]
     assert "_128x256x64_cluster2x1_pair_" in found[100]
     found = kernel_names(custom_call(lower(("cuda",))))
-    assert "_128x128x64_cluster1x1_" in found[90]
-    assert "_128x256x64_cluster1x1_" in found[100]
+    assert "_64x128x64_cluster1x1_swapped_" in found[90]
+    assert "_128x256x64_cluster2x1_pair_" in found[100]
 
 
 def test_without_k_nothing_is_multiplied():

@@ -37,7 +37,7 @@ tiles = pytest.mark.parametrize(
         pytest.param(REFERENCE, id="reference"),
         *(
             pytest.param(kernels(tile, dynamic), marks=gpu, id=f"{name}-{'dynamic' if dynamic else 'static'}")
-            for tile, name in ((None, "rule"), (0, "first"), (1, "second"), (2, "third"))
+            for tile, name in ((None, "rule"), (0, "first"), (1, "second"), (2, "third"), (3, "fourth"))
             for dynamic in SCHEDULES
         ),
     ],
@@ -55,7 +55,7 @@ def options_of(arm, **more):
     tile = options.pop("tile", None)
     if tile is None:
         return options
-    found = config.TILES[arch_of_this_gpu()]
+    found = config.wgrad_tiles(arch_of_this_gpu())
     if tile >= len(found):
         pytest.skip("this architecture has fewer tiles")
     return options | {"mma_tiler_mn": found[tile].mma_tiler_mn, "cluster_shape_mn": found[tile].cluster_shape_mn}
@@ -262,7 +262,7 @@ def test_writes_nothing_outside_d(rng, shape, d_dtype, accumulate):
     (m, n, k), guard = shape, 1 << 17
     hostile = [[100, 100, 257, 290], [-3, 500, 20, 2**31 - 1], [0, 0, 0, 0], [2**31 - 1] * 4]
     arch = arch_of_this_gpu()
-    for i, (tile, offsets) in enumerate(itertools.product(config.TILES[arch], hostile)):
+    for i, (tile, offsets) in enumerate(itertools.product(config.wgrad_tiles(arch), hostile)):
         variant = config.WgradVariant(arch, tile, d_dtype, accumulate)
         case = oracle.make_wgrad_case(
             rng, 4, m, n, k, offsets=offsets, alpha=i % 3 != 0, d_dtype=d_dtype, accumulate=accumulate

@@ -116,18 +116,23 @@ class SlabStore:
     atom: cute.CopyAtom
     m_d: cute.Tensor  # coordinates of D, or C: `ragged_rows` or `results` of operands.py
     type_code: Int32 | None  # which type of 16 bits; None: that of s_slabs
-    s_slabs: cute.Tensor  # (rows, columns, SLAB_STAGES) of this group of threads
+    s_slabs: cute.Tensor  # (rows, columns, SLAB_STAGES * step) of this group of threads
     thr_s: cute.Tensor  # this thread's part of it
     tiled_copy: cute.TiledCopy
     warp: Int32
     barrier: pipeline.NamedBarrier
+    step: int = 1  # every step-th buffer is used, where C's or D's take as much room as several of this
 
     @cute.jit
     def store(self, r_acc, stage: Int32, place):
         """Converts the slab's accumulators, and stores them at these coordinates."""
-        rows = cute.size(self.s_slabs, mode=[0])
-        r_d = convert(r_acc, self.s_slabs.element_type, self.type_code)
+        self.stage(convert(r_acc, self.s_slabs.element_type, self.type_code), stage, place)
 
+    @cute.jit
+    def stage(self, r_d, stage: Int32, place):
+        """As `store`, of a slab that is converted."""
+        shape = (cute.size(self.s_slabs, mode=[0]), cute.size(self.s_slabs, mode=[1]))
+        stage = stage * self.step
         if self.warp == 0:
             cute.arch.cp_async_bulk_wait_group(SLAB_STAGES - 1, read=True)
         self.barrier.arrive_and_wait()
@@ -135,9 +140,7 @@ class SlabStore:
         cute.arch.fence_proxy("async.shared", space="cta")
         self.barrier.arrive_and_wait()
         if self.warp == 0:
-            g_slab = cute.local_tile(
-                cute.domain_offset(place, self.m_d), (rows, columns(self.s_slabs.element_type)), (0, 0, 0)
-            )
+            g_slab = cute.local_tile(cute.domain_offset(place, self.m_d), shape, (0, 0, 0))
             s_part, g_part = cute.nvgpu.cpasync.tma_partition(
                 self.atom,
                 0,

@@ -6,8 +6,15 @@ Warps of a CTA (384 threads):
                warps 2, 3 leave at once
   warpgroups 1, 2       math and epilogue, each for half of the tile's rows, on its own: while one is in its epilogue the other has the matrix unit
 
+Of the widest tile, with D of 16 bits, math warps keep what they converted in registers and store a slab of it with every block of the next tile, behind
+the matrix unit's back. Narrower tiles have too little to multiply per block for that, and D of 32 bits too many registers: they store at once.
+
+Of a swapped tile, the matrix unit makes D^T = B A^T: each math warpgroup has 64 of the tile's columns, and all of its rows, which may be few.
+
 Pipelines: stages of A and B. Full: bytes of the copies. Empty: one arrival by every math warp of every CTA that the stage's copies read or feed.
 """
+
+import math
 
 import cutlass
 import cutlass.cute as cute
@@ -28,18 +35,21 @@ LOAD_WARP = 0
 SCHEDULER_WARP = 1
 LOAD_REGISTERS = 40
 MATH_REGISTERS = 232
+DEFERRED_COLUMNS = 256
 
 
 class Hopper(GroupedKernel):
     def __init__(self, variant):
+        self.swapped = variant.tile.swapped
         super().__init__(
             variant,
             threads=WARPGROUP * (1 + MATH_WARPGROUPS),
-            slab_rows=SLAB_ROWS,
+            slab_rows=variant.tile.m if self.swapped else SLAB_ROWS,
             slab_groups=MATH_WARPGROUPS,
             stage_bytes=2 * variant.tile.k * (variant.tile.m + variant.tile.n),
             tile_readers=1 + 4 * MATH_WARPGROUPS,
         )
+        self.defers = self.outputs["d"].width == 16 and self.tile.n == DEFERRED_COLUMNS
 
     def operand_boxes(self):
         """What one CTA brings of A and of B by one copy: a part of a stage, where other CTAs bring the rest, cut along its outer dimension in memory."""
@@ -61,8 +71,8 @@ class Hopper(GroupedKernel):
 
         atom_a, m_a = self._load_atom(a_tensor, s_layout_a, (tile.m, tile.k), tile.cluster_n)
         atom_b, m_b = self._load_atom(b_tensor, s_layout_b, (tile.n, tile.k), tile.cluster_m)
-        atom_d, m_d = self.store_atom("d", d_tensor, s_layout_d)
-        atom_c, m_c = self.store_atom("c", c_tensor, s_layout_c)
+        atom_d, m_d = self.store_atom("d", self.seen(d_tensor), s_layout_d)
+        atom_c, m_c = self.store_atom("c", self.seen(c_tensor), s_layout_c)
 
         bias_type, d_dtype = self.bias_storage(), self.outputs["d"]
 
@@ -86,22 +96,47 @@ class Hopper(GroupedKernel):
             return None
         return hopper_helpers.make_smem_layout_epi(
             self.outputs[output],
-            utils.LayoutEnum.ROW_MAJOR,
-            self.slab(output),
-            MATH_WARPGROUPS * epilogue.SLAB_STAGES,
+            self.d_major,
+            self.staged(output),
+            MATH_WARPGROUPS * epilogue.SLAB_STAGES * self.buffer_step(output),
         )
 
+    @property
+    def d_major(self):
+        return utils.LayoutEnum.COL_MAJOR if self.swapped else utils.LayoutEnum.ROW_MAJOR
+
+    def staged(self, output):
+        return (SLAB_ROWS, self.tile.m) if self.swapped else self.slab(output)
+
+    def buffer_bytes(self):
+        if not self.swapped:
+            return super().buffer_bytes()
+        return SLAB_ROWS * self.tile.m * max(dtype.width for dtype in self.outputs.values()) // 8
+
+    def buffer_step(self, output):
+        """Buffers of C and D are the same bytes: of the narrower type's, which are more, only some are used."""
+        return self.buffer_bytes() * 8 // (math.prod(self.staged(output)) * self.outputs[output].width)
+
+    def num_slabs(self, output):
+        return 1 if self.swapped else super().num_slabs(output)
+
+    def seen(self, tensor):
+        """D or C as the matrix unit sees it."""
+        if not self.swapped or tensor is None:
+            return tensor
+        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, 2]))
+
     def _tiled_mma(self):
-        """One warpgroup, 64 rows and the tile's columns."""
+        """One warpgroup: 64 rows and the tile's columns, or 64 columns and the tile's rows."""
         modes = {"k": warpgroup.OperandMajorMode.K, "mn": warpgroup.OperandMajorMode.MN}
+        majors = (modes[self.a_major], modes[self.b_major])
         return hopper_helpers.make_trivial_tiled_mma(
             BFloat16,
             BFloat16,
-            modes[self.a_major],
-            modes[self.b_major],
+            *(reversed(majors) if self.swapped else majors),
             Float32,
             (1, 1, 1),
-            tiler_mn=(SLAB_ROWS, self.tile.n),
+            tiler_mn=(SLAB_ROWS, self.tile.m if self.swapped else self.tile.n),
         )
 
     @staticmethod
@@ -222,14 +257,18 @@ class Hopper(GroupedKernel):
 
     @cute.jit
     def compute(self, stages, ring, s_a, s_b, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c, problem, half, thread):
-        """A math warpgroup: accumulates rows [64 half, 64 half + 64) of the tile, then scales, converts and stores them."""
+        """A math warpgroup: accumulates rows [64 half, 64 half + 64) of the tile, or these columns, then scales, converts and stores them."""
         warp = cute.arch.make_warp_uniform(thread // 32)
         tiled_mma = self._tiled_mma()
         thr_mma = tiled_mma.get_slice(thread)
+        if cutlass.const_expr(self.swapped):
+            s_a, s_b = s_b, s_a
         s_a_half = cute.local_tile(s_a, (SLAB_ROWS, self.tile.k, self.stages), (half, 0, 0))
         r_a = tiled_mma.make_fragment_A(thr_mma.partition_A(s_a_half))
         r_b = tiled_mma.make_fragment_B(thr_mma.partition_B(s_b))
-        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((SLAB_ROWS, self.tile.n)), Float32)
+        columns = self.tile.m if cutlass.const_expr(self.swapped) else self.tile.n
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((SLAB_ROWS, columns)), Float32)
+        acc.fill(0.0)
 
         barrier = pipeline.NamedBarrier(barrier_id=1 + half, num_threads=WARPGROUP)
         bias = epilogue.BiasTile(s_bias[None, half], thread, barrier)
@@ -241,19 +280,28 @@ class Hopper(GroupedKernel):
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
         stage_d = Int32(0)
+        if cutlass.const_expr(self.defers):
+            # D of the tile before, two elements a word; which of its slabs is stored next; where.
+            pending = cute.make_rmem_tensor(cute.size(acc) // 2, Int32)
+            pending_slab = Int32(self.num_slabs("d"))
+            pending_place = (Int32(0), Int32(0), Int32(0), Int32(0))
         expert, group, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
-        while expert >= 0:
+        more = cutlass.Boolean(True) if cutlass.const_expr(self.defers) else expert >= 0
+        while more:
+            if cutlass.const_expr(self.defers):
+                # One turn more than tiles, with none: flushing after the loop instead makes the compiler spill.
+                more = expert >= 0
+                if not more:
+                    expert = problem.l
             if cutlass.const_expr(self.has_bias):
                 bias_bits = bias.fetch(problem, expert, group, col)
-            # For every tile, not only for those without contraction: in a branch, this spills (docs/architecture.md).
-            acc.fill(0.0)
             num_blocks = self.num_blocks(problem, expert, begin, end)
             for i in cutlass.range(num_blocks, unroll=1):
                 stages.consumer_wait(state)
                 warpgroup.fence()
                 for block in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
-                    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+                    tiled_mma.set(warpgroup.Field.ACCUMULATE, i > 0 if block == 0 else True)
                     at = (None, None, block, state.index)
                     cute.gemm(tiled_mma, acc, r_a[at], r_b[at], acc)
                 warpgroup.commit_group()
@@ -262,33 +310,56 @@ class Hopper(GroupedKernel):
                 if i > 0:
                     stages.consumer_release(release)
                     release.advance()
+                if cutlass.const_expr(self.defers):
+                    for slab in cutlass.range_constexpr(self.num_slabs("d")):
+                        if pending_slab == slab:
+                            stage_d = self.store_pending(slabs_d, pending, slab, stage_d, pending_place)
+                    pending_slab += 1
+            # While the last block is multiplied: the factors, and the next tile.
+            if cutlass.const_expr(self.swapped):
+                col += half * SLAB_ROWS
+            else:
+                row += half * SLAB_ROWS
+            if cutlass.const_expr(self.scaling is not None):
+                a = epilogue.load_scale(problem.alpha, group, num_blocks > 0)
+                if cutlass.const_expr(self.scaling == "rows"):
+                    row_end = end if num_blocks > 0 else Int32(0)
+                    factors = tuple(
+                        epilogue.row_factors(problem, row + self.row_of(i, thread), row_end) for i in self.row_indices()
+                    )
+            place = (expert, row, end, col)
+            if more:
+                expert, group, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
+                ring_state.advance()
             warpgroup.wait_group(0)
             if num_blocks > 0:
                 stages.consumer_release(release)
                 release.advance()
+            if cutlass.const_expr(self.defers):
+                if pending_slab < self.num_slabs("d"):
+                    stage_d = self.flush(slabs_d, pending, pending_slab, stage_d, pending_place)
+            if num_blocks == 0:
+                acc.fill(0.0)
 
-            slab_row = row + half * SLAB_ROWS
             if cutlass.const_expr(self.has_bias):
                 bias.store(bias_bits, problem.bias_type)
-            if cutlass.const_expr(self.scaling is not None):
-                a = epilogue.load_scale(problem.alpha, group, num_blocks > 0)
-                if cutlass.const_expr(self.scaling == "rows"):
-                    # A thread holds two rows, 8 apart.
-                    row_0 = slab_row + warp * 16 + cute.arch.lane_idx() // 4
-                    row_end_0 = end if num_blocks > 0 else Int32(0)
-                    factors_0 = epilogue.row_factors(problem, row_0, row_end_0)
-                    factors_1 = epilogue.row_factors(problem, row_0 + 8, row_end_0)
-                    self.scale(acc, a, factors_0, factors_1, bias.s_bias)
-                else:
-                    for i in cutlass.range_constexpr(cute.size(acc)):
-                        acc[i] = acc[i] * a
-            if cutlass.const_expr(s_c is not None):
-                stage_d = self.store("c", slabs_c, acc, stage_d, expert, slab_row, end, col)
+            if cutlass.const_expr(self.scaling == "rows"):
+                self.scale(acc, a, factors, bias.s_bias, half, thread)
+            elif cutlass.const_expr(self.scaling == "alpha"):
                 for i in cutlass.range_constexpr(cute.size(acc)):
-                    acc[i] = acc[i] * (factors_0 if i // 2 % 2 == 0 else factors_1)[2]
-            stage_d = self.store("d", slabs_d, acc, stage_d, expert, slab_row, end, col)
-            expert, group, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
-            ring_state.advance()
+                    acc[i] = acc[i] * a
+            if cutlass.const_expr(s_c is not None):
+                if more:
+                    stage_d = self.store("c", slabs_c, acc, stage_d, place)
+                for i in cutlass.range_constexpr(cute.size(acc)):
+                    acc[i] = acc[i] * factors[self.row_index(i)][2]
+            if cutlass.const_expr(self.defers):
+                self.convert(slabs_d, acc, pending, problem.d_type)
+                pending_slab = Int32(0)
+                pending_place = place
+            else:
+                stage_d = self.store("d", slabs_d, acc, stage_d, place)
+                more = expert >= 0
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -296,34 +367,96 @@ class Hopper(GroupedKernel):
         """How a math warpgroup stores C or D."""
         dtype = self.outputs[output]
         # The layout of accumulators over threads is that of the matrix store, whatever the type.
-        matrix_store = hopper_helpers.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, Float16, Float32)
-        copy_atom = hopper_helpers.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, dtype, Float32)
+        matrix_store = hopper_helpers.get_smem_store_op(self.d_major, Float16, Float32)
+        copy_atom = hopper_helpers.get_smem_store_op(self.d_major, dtype, Float32)
         tiled_copy = cute.make_tiled_copy_S(copy_atom, cute.make_tiled_copy_C_atom(matrix_store, tiled_mma))
-        s_half = cute.local_tile(s_slabs, (*self.slab(output), epilogue.SLAB_STAGES), (0, 0, half))
+        step = self.buffer_step(output)
+        s_half = cute.local_tile(s_slabs, (*self.staged(output), epilogue.SLAB_STAGES * step), (0, 0, half))
         thr_s = tiled_copy.get_slice(thread).partition_D(s_half)
         warp = cute.arch.make_warp_uniform(thread // 32)
-        return epilogue.SlabStore(atom, m, type_code, s_half, thr_s, tiled_copy, warp, barrier)
+        return epilogue.SlabStore(atom, m, type_code, s_half, thr_s, tiled_copy, warp, barrier, step)
+
+    @staticmethod
+    def slab_of(slabs, acc, slab):
+        """This thread's accumulators of a slab, in the order in which they are stored."""
+        r_acc = slabs.tiled_copy.retile(acc)
+        r_slab = cute.make_rmem_tensor(slabs.thr_s[None, None, None, 0].shape, Float32)
+        for i in range(cute.size(r_slab)):
+            r_slab[i] = r_acc[slab * cute.size(r_slab) + i]
+        return r_slab
+
+    def place_slab(self, output, place, slab):
+        expert, row, end, col = place
+        if self.swapped:
+            x, col, y = self.place(expert, row, end, col, self.tile.m)
+            return col, x, y
+        return self.place(expert, row, end, col + slab * self.slab(output)[1], SLAB_ROWS)
 
     @cute.jit
-    def store(self, output: cutlass.Constexpr, slabs, acc, stage, expert, row, end, col):
+    def store(self, output: cutlass.Constexpr, slabs, acc, stage, place):
         """All slabs of a warpgroup's rows; the stage after the last."""
-        r_acc = slabs.tiled_copy.retile(acc)
         for slab in cutlass.range_constexpr(self.num_slabs(output)):
-            r_slab = cute.make_rmem_tensor(slabs.thr_s[None, None, None, 0].shape, Float32)
-            for i in cutlass.range_constexpr(cute.size(r_slab)):
-                r_slab[i] = r_acc[slab * cute.size(r_slab) + i]
-            slabs.store(r_slab, stage, self.place(expert, row, end, col + slab * self.slab(output)[1], SLAB_ROWS))
+            slabs.store(self.slab_of(slabs, acc, slab), stage, self.place_slab(output, place, slab))
             stage = (stage + 1) % epilogue.SLAB_STAGES
         return stage
 
     @cute.jit
-    def scale(self, acc, a, factors_0, factors_1, s_bias):
+    def convert(self, slabs, acc, pending, type_code):
+        """Accumulators to D's type, slab by slab, into words: as 16-bit elements each would have a register of its own."""
+        for slab in cutlass.range_constexpr(self.num_slabs("d")):
+            r_d = epilogue.convert(self.slab_of(slabs, acc, slab), self.outputs["d"], type_code)
+            words = cute.recast_tensor(r_d, Int32)
+            for i in cutlass.range_constexpr(cute.size(words)):
+                pending[slab * cute.size(words) + i] = words[i]
+
+    @cute.jit
+    def store_pending(self, slabs, pending, slab: cutlass.Constexpr, stage, place):
+        """One slab of what `convert` made; the stage after it."""
+        r_d = cute.make_rmem_tensor(slabs.thr_s[None, None, None, 0].shape, self.outputs["d"])
+        words = cute.recast_tensor(r_d, Int32)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = pending[slab * cute.size(words) + i]
+        slabs.stage(r_d, stage, self.place_slab("d", place, slab))
+        return (stage + 1) % epilogue.SLAB_STAGES
+
+    @cute.jit
+    def flush(self, slabs, pending, first, stage, place):
+        """The slabs of what `convert` made from `first` on; the stage after the last."""
+        for slab in cutlass.range_constexpr(self.num_slabs("d")):
+            if slab >= first:
+                stage = self.store_pending(slabs, pending, slab, stage, place)
+        return stage
+
+    # Where a thread's accumulators lie. The matrix unit's row of accumulator i is 16 warp + lane / 4 + 8 (i / 2 % 2) of the
+    # warpgroup's, its column 8 (i / 4) + 2 (lane % 4) + i % 2.
+
+    def row_index(self, i):
+        """Which of a thread's rows of D accumulator i is in."""
+        return i // 4 * 2 + i % 2 if self.swapped else i // 2 % 2
+
+    def row_indices(self):
+        return range(self.tile.m // 4 if self.swapped else 2)
+
+    def row_of(self, index, thread):
+        lane = thread % 32
+        if self.swapped:
+            return index // 2 * 8 + lane % 4 * 2 + index % 2
+        return thread // 32 * 16 + lane // 4 + index * 8
+
+    def column_of(self, i, half, thread):
+        """Of the tile, accumulator i's."""
+        lane = thread % 32
+        if self.swapped:
+            return half * SLAB_ROWS + thread // 32 * 16 + lane // 4 + i // 2 % 2 * 8
+        return i // 4 * 8 + lane % 4 * 2 + i % 2
+
+    @cute.jit
+    def scale(self, acc, a, factors, s_bias, half, thread):
         """From A B^T to what is stored first: C, or D where C is not."""
         for i in cutlass.range_constexpr(cute.size(acc)):
-            prob, of_bias, _ = factors_0 if i // 2 % 2 == 0 else factors_1
+            prob, of_bias, _ = factors[self.row_index(i)]
             if cutlass.const_expr(self.has_bias):
-                column = i // 4 * 8 + cute.arch.lane_idx() % 4 * 2 + i % 2
-                acc[i] = acc[i] * a + of_bias * s_bias[column]
+                acc[i] = acc[i] * a + of_bias * s_bias[self.column_of(i, half, thread)]
             else:
                 acc[i] = acc[i] * a * prob
 

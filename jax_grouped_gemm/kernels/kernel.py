@@ -39,12 +39,19 @@ class GroupedKernel:
         self.slab_rows = slab_rows
         self.slab_groups = slab_groups
         self.stage_bytes = stage_bytes  # of A and B, one CTA's
-        slab_bytes = slab_groups * epilogue.SLAB_STAGES * slab_rows * epilogue.SLAB_BYTES
-        self.stages = (SHARED_BYTES - slab_bytes) // stage_bytes
+        self.stages = (SHARED_BYTES - slab_groups * epilogue.SLAB_STAGES * self.buffer_bytes()) // stage_bytes
 
     def slab(self, output):
-        """(rows, columns) of C or D that go through shared memory at a time."""
+        """(rows, columns) of C or D in one copy."""
         return self.slab_rows, epilogue.columns(self.outputs[output])
+
+    def staged(self, output):
+        """Shape of what a group of threads stages and stores at a time, as the matrix unit sees it."""
+        return self.slab(output)
+
+    def buffer_bytes(self):
+        """Of what is staged at a time, C or D."""
+        return self.slab_rows * epilogue.SLAB_BYTES
 
     def num_slabs(self, output):
         return self.tile.n // self.slab(output)[1]
@@ -60,7 +67,7 @@ class GroupedKernel:
         if output not in self.outputs:
             return None, None
         return cpasync.make_tiled_tma_atom(
-            self.store_op(), tensor, cute.slice_(s_layout, (None, None, 0)), self.slab(output)
+            self.store_op(), tensor, cute.slice_(s_layout, (None, None, 0)), self.staged(output)
         )
 
     def bias_layout(self):

@@ -165,8 +165,14 @@ INSTRUCTION(AtomAdd, "atom.global.add.u32", "9.7.13.5 atom") {
 }
 
 // Lanes 8 i to 8 i + 7 give the rows of matrix i; lane l holds row l / 4, columns 2 (l % 4) and the
-// next, of each matrix.
-INSTRUCTION(Stmatrix, "stmatrix.sync.aligned.m8n8.x4.shared.b16", "9.7.14.5.16 stmatrix") {
+// next, of each matrix; transposed, column l / 4, rows 2 (l % 4) and the next.
+INSTRUCTION(Stmatrix, "stmatrix", "9.7.14.5.16 stmatrix") {
+  const auto take = [&d](const char* modifier) {
+    if (!d.Take(modifier)) d.Unknown("stmatrix of this form");
+  };
+  for (const char* modifier : {"sync", "aligned", "m8n8", "x4"}) take(modifier);
+  const bool transposed = d.Take("trans");
+  for (const char* modifier : {"shared", "b16"}) take(modifier);
   const Address at = d.At(0);
   const std::vector<Register> from = d.Sources(1);
   if (from.size() != 4) d.Unknown("a vector of this size");
@@ -176,12 +182,21 @@ INSTRUCTION(Stmatrix, "stmatrix.sync.aligned.m8n8.x4.shared.b16", "9.7.14.5.16 s
     const uint64_t* rows = w.Read(at.base, m);
     for (uint32_t i = 0; i < 4; ++i) {
       const uint64_t* values = w.Read(from[i], m);
-      for (uint32_t lane = 0; lane < kLanes; ++lane) {
-        const uint64_t row = at.Of(rows, 8 * i + lane / 4);
-        CheckAligned(row, 16, "row of stmatrix");
+      for (uint32_t word = 0; word < kLanes; ++word) {
+        const uint32_t row = word / 4, columns = word % 4;
+        const uint64_t address = at.Of(rows, 8 * i + row);
+        CheckAligned(address, 16, "row of stmatrix");
         uint32_t offset;
-        Cta& cta = OwnShared(w, row, &offset, "stmatrix");
-        cta.WriteShared(offset + lane % 4 * 4, 4, &values[lane], w.Generic(lane));
+        Cta& cta = OwnShared(w, address, &offset, "stmatrix");
+        // The lane that writes the word, and what: transposed, a half of its own and one of the
+        // lane that holds the next column.
+        const uint32_t lane = transposed ? 8 * columns + row / 2 : word;
+        uint64_t value = values[lane];
+        if (transposed) {
+          const uint32_t shift = row % 2 * 16;
+          value = (values[lane] >> shift & 0xFFFF) | (values[lane + 4] >> shift & 0xFFFF) << 16;
+        }
+        cta.WriteShared(offset + columns * 4, 4, &value, w.Generic(lane));
       }
     }
     return Outcome::kNext;

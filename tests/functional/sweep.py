@@ -32,9 +32,9 @@ def forward_problems(tile):
     experts = [*range(127, -1, -1)]
     experts[0], experts[94] = -(2**31), experts[70]
     return (
-        # One cluster does it all: more tiles than three times the accumulators, an odd number of K blocks, more of them in
-        # all than there are stages.
-        Problem("ragged", (rows, rows + 1, rows + 1, 2 * rows + 3), 3 * rows + 40, cols + 8, 3 * 64 - 24),
+        # One cluster does it all: more tiles than three times the accumulators, an odd number of K blocks, more of them than
+        # slabs of D, and more in all than there are stages.
+        Problem("ragged", (rows, rows + 1, rows + 1, 2 * rows + 3), 3 * rows + 40, cols + 8, 5 * 64 - 24),
         # Several clusters share the tiles, by the counter; one K block.
         Problem(
             "many groups",

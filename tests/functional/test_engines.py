@@ -268,17 +268,23 @@ def test_multicast_load(run, rng):
 
 
 @BOTH
-def test_matrix_store(run):
-    """Lane 8 i + r gives the address of row r of matrix i; a register holds two neighbours of a row."""
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrix_store(run, transposed):
+    """Lane 8 i + r gives the address of row r of matrix i; a register holds two neighbours of a row, or of a column."""
+    # Lane l's register i holds 8 l + i and, in its high half, 8 l + i + 4.
     body = (
         fill(ONE_BARRIER, 1)
-        + """shl.b32 %r11, %r0, 4; add.s32 %r11, %r11, %r10; shl.b32 %r12, %r0, 8; add.s32 %r13, %r12, 1; add.s32 %r14, %r12, 2;
-        add.s32 %r15, %r12, 3; stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r11], {%r12, %r13, %r14, %r15}; bar.warp.sync -1;"""
+        + """shl.b32 %r11, %r0, 4; add.s32 %r11, %r11, %r10; mul.lo.s32 %r12, %r0, 524296; add.s32 %r12, %r12, 262144;
+        add.s32 %r13, %r12, 65537; add.s32 %r14, %r13, 65537; add.s32 %r15, %r14, 65537;"""
+        + f"stmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16"
+        + " [%r11], {%r12, %r13, %r14, %r15}; bar.warp.sync -1;"
         + dump(128)
     )
     got = run(program(body), np.zeros(128, np.uint32), shared=2048)
-    matrix, lane = np.divmod(np.arange(128), 32)
-    np.testing.assert_array_equal(got, lane * 256 + matrix)
+    matrix, row, column = np.indices((4, 8, 8))
+    across, along = (column, row) if transposed else (row, column)
+    lane, half = 4 * across + along // 2, along % 2
+    np.testing.assert_array_equal(got.view(np.uint16).reshape(4, 8, 8), 8 * lane + matrix + 4 * half)
 
 
 # --- matrix unit ------------------------------------------------------------------------------------------------------

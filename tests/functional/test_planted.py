@@ -207,7 +207,7 @@ MISTAKES = {
         "scheduler",
         "return expert, group, begin, end, row, col",
         "return group, group, begin, end, row, col",
-        {"result", "unwritten", "race"},
+        {"result", "unwritten", "race", "deadlock"},
     ),
     "a result before the first is made": (
         WGRAD_PAIR,
