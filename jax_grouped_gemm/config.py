@@ -172,8 +172,8 @@ class Cost:
     """What a tile costs, in microseconds of an H200; between tiles of one table only ratios count.
 
     block: of the contraction, `Tile.k` long. result: what comes with every tile, above all that D is written.
-    misaligned: the share that a block costs more for each of N and K that is no multiple of 16. Rows then begin inside of
-      32-byte sectors, of which a tile that shares less with others moves more in vain.
+    misaligned: the share that a block costs more for each operand whose rows are no multiple of 16 elements. They then begin
+      inside of 32-byte sectors, of which a tile that shares less with others moves more in vain.
     memory: the share of the time of reading operands and writing D once that comes on top.
     """
 
@@ -186,11 +186,11 @@ class Cost:
 # Of TILES. For SM90 fitted to times on an H200 (docs/architecture.md); for SM100 a guess: the ratio of bytes loaded.
 FORWARD_COSTS = {
     90: (
-        Cost(0.68, 1.45, 0.5, 0.16),
-        Cost(0.70, 0.0, 0.95, 0.33),
-        Cost(0.525, 1.7, 0.63, 0.0),
-        Cost(0.435, 0.48, 1.15, 0.14),
-        Cost(0.315, 0.0, 1.05, 0.28),
+        Cost(0.68, 1.8, 0.48, 0.1),
+        Cost(0.70, 0.0, 0.89, 0.35),
+        Cost(0.525, 1.55, 0.6, 0.0),
+        Cost(0.435, 1.6, 1.0, 0.12),
+        Cost(0.33, 0.0, 0.94, 0.23),
     ),
     100: (Cost(1.0, 4.7, 0.0, 0.0), Cost(1.5, 4.7, 0.0, 0.0)),
 }
@@ -211,13 +211,13 @@ GROUP_SIZES = (0.5, 1.0, 1.0, 1.5)
 FEW_WAVES = 8
 
 
-def _time(arch, tile, cost, tiles_of_result, blocks, groups, m, n, k):
-    """tiles_of_result: of a whole cluster. groups: that have rows."""
+def _time(arch, tile, cost, tiles_of_result, blocks, pitches, elements):
+    """tiles_of_result: of a whole cluster. pitches: of the operands' rows. elements: read and written."""
     waves = tiles_of_result / (SMS[arch] // (tile.cluster_m * tile.cluster_n))
     waves = max(math.ceil(waves), 1) if waves < FEW_WAVES else waves + 0.5
-    misaligned = (n % 16 != 0) + (k % 16 != 0)
-    memory = 2 * (groups * n * k + m * k + m * n) / BYTES_PER_MICROSECOND
-    return waves * (blocks * cost.block * (1 + cost.misaligned * misaligned) + cost.result) + cost.memory * memory
+    misaligned = sum(pitch % 16 != 0 for pitch in pitches)
+    of_a_wave = blocks * cost.block * (1 + cost.misaligned * misaligned) + cost.result
+    return waves * of_a_wave + cost.memory * 2 * elements / BYTES_PER_MICROSECOND
 
 
 def _fastest(tiles, costs, wish, time):
@@ -226,7 +226,7 @@ def _fastest(tiles, costs, wish, time):
     return min(priced, key=lambda pair: time(*pair), default=(None, None))[0]
 
 
-def select_tile(arch, l, m, n, k, mma_tiler_mn=None, cluster_shape_mn=None):
+def select_tile(arch, l, m, n, k, b_major, mma_tiler_mn=None, cluster_shape_mn=None):
     """The tile for a forward call, from static facts only: M rows in L groups, (M, K) by (N, K). None if the wish allows none."""
     groups = l * (1 - math.exp(-2 * m / l)) if l > 1 else 1  # that have rows, as a guess
     sizes = [size * m / l for size in GROUP_SIZES] if l > 1 else [m]
@@ -234,7 +234,8 @@ def select_tile(arch, l, m, n, k, mma_tiler_mn=None, cluster_shape_mn=None):
     def time(tile, cost):
         of_a_group = sum(math.ceil(size / (tile.m * tile.cluster_m)) for size in sizes) / len(sizes)
         count = groups * of_a_group * math.ceil(n / (tile.n * tile.cluster_n))
-        return _time(arch, tile, cost, count, math.ceil(k / tile.k), groups, m, n, k)
+        pitches = k, k if b_major == "k" else n
+        return _time(arch, tile, cost, count, math.ceil(k / tile.k), pitches, groups * n * k + m * k + m * n)
 
     return _fastest(TILES[arch], FORWARD_COSTS[arch], (mma_tiler_mn, cluster_shape_mn), time)
 
@@ -245,6 +246,6 @@ def select_wgrad_tile(arch, l, rows, n, k, mma_tiler_mn=None, cluster_shape_mn=N
 
     def time(tile, cost):
         count = l * math.ceil(n / (tile.m * tile.cluster_m)) * math.ceil(k / (tile.n * tile.cluster_n))
-        return _time(arch, tile, cost, count, blocks, l, l * rows, n, k)
+        return _time(arch, tile, cost, count, blocks, (n, k), l * (n * k + rows * k + rows * n))
 
     return _fastest(wgrad_tiles(arch), WGRAD_COSTS[arch], (mma_tiler_mn, cluster_shape_mn), time)

@@ -174,7 +174,8 @@ def kernel_name(arch, call):
 
 
 def tile_of(arch, call):
-    return config.select_tile(arch, call.groups, call.m, call.n, call.k, call.mma_tiler_mn, call.cluster_shape_mn)
+    wish = call.mma_tiler_mn, call.cluster_shape_mn
+    return config.select_tile(arch, call.groups, call.m, call.n, call.k, call.b_major, *wish)
 
 
 def register(primitive, implementation, rule=None):

@@ -231,31 +231,34 @@ def test_every_tile_has_a_name_for_callers(arch):
 
 
 @pytest.mark.parametrize(
-    ("l", "m", "n", "k", "tile"),
+    ("l", "m", "n", "k", "b_major", "tile"),
     [
-        (8, 32768, 4096, 7168, "128x256x64_cluster2x1"),
-        (128, 512, 1536, 2048, "64x128x64_cluster1x1_swapped"),
-        (1, 106, 640, 9216, "64x128x64_cluster1x1_swapped"),
+        (8, 32768, 4096, 7168, "k", "128x256x64_cluster2x1"),
+        (128, 512, 1536, 2048, "k", "64x128x64_cluster1x1_swapped"),
+        (1, 106, 640, 9216, "k", "64x128x64_cluster1x1_swapped"),
         # Groups of about 64 rows would leave the rows of a cluster empty, groups of 1249 the SMs.
-        (93, 5917, 3616, 1272, "128x256x64_cluster1x1"),
-        (1, 1334, 3056, 12176, "128x256x64_cluster1x1"),
-        (68, 4516, 1352, 4192, "128x128x64_cluster1x1"),
-        (1, 1249, 1536, 12864, "128x128x64_cluster1x1"),
+        (93, 5917, 3616, 1272, "k", "128x256x64_cluster1x1"),
+        (1, 1334, 3056, 12176, "n", "128x256x64_cluster1x1"),
+        (68, 4516, 1352, 4192, "k", "128x128x64_cluster1x1"),
+        (1, 1249, 1536, 12864, "k", "128x128x64_cluster1x1"),
         # N is little more than two thirds of what wider tiles pad it to,
-        (10, 6925, 704, 14144, "128x192x64_cluster2x1"),
-        (27, 26819, 576, 3008, "128x192x64_cluster2x1"),
-        # but rows that begin inside of a sector want the tile that shares most.
-        (5, 25038, 9648, 3064, "128x256x64_cluster2x1"),
-        (12, 63944, 1264, 1544, "128x256x64_cluster2x1"),
+        (10, 6925, 704, 14144, "k", "128x192x64_cluster2x1"),
+        (27, 26819, 576, 3008, "k", "128x192x64_cluster2x1"),
+        # but operands whose rows begin inside of a sector want the tile that shares most,
+        (5, 25038, 9648, 3064, "k", "128x256x64_cluster2x1"),
+        (12, 63944, 1264, 1544, "k", "128x256x64_cluster2x1"),
+        (26, 22395, 744, 2136, "n", "128x256x64_cluster2x1"),
+        # which is no matter where they do not.
+        (31, 3608, 1976, 15264, "k", "128x128x64_cluster1x1"),
     ],
 )
-def test_the_tile_fits_the_groups_and_the_columns(l, m, n, k, tile):
-    """Each the fastest on an H200."""
-    assert str(config.select_tile(90, l, m, n, k)) == tile
+def test_the_tile_fits_the_groups_and_the_columns(l, m, n, k, b_major, tile):
+    """Each the fastest on an H200, to a hundredth."""
+    assert str(config.select_tile(90, l, m, n, k, b_major)) == tile
 
 
 def test_no_tile_for_a_wish_that_none_fulfils():
-    assert config.select_tile(90, 8, 64, 64, 64, mma_tiler_mn=(1, 1)) is None
+    assert config.select_tile(90, 8, 64, 64, 64, "k", mma_tiler_mn=(1, 1)) is None
 
 
 def test_a_wish_leaves_the_rest_to_the_rule():
