@@ -15,6 +15,8 @@ from jax_grouped_gemm import config
 
 PACKAGE = pathlib.Path(jax_grouped_gemm.__file__).parent
 HOPPER = "sm90_forward_128x192x64_cluster2x1_bn_pointers_bfloat16_bias"
+HOPPER_DEFERS = "sm90_forward_128x256x64_cluster2x1_bk_dense_16bit_c_float32"
+HOPPER_SWAPPED = "sm90_forward_64x128x64_cluster1x1_swapped_bn_pointers_16bit_c_float32"
 BLACKWELL = "sm100_forward_128x256x64_cluster2x1_pair_bk_dense_float16_scaled"
 BLACKWELL_ONE = "sm100_forward_128x256x64_cluster1x1_bn_pointers_16bit_c_16bit"
 WGRAD_ONE = "sm90_wgrad_128x128x64_cluster1x1_bfloat16"
@@ -264,6 +266,69 @@ MISTAKES = {
         "        return problem.k\n",
         "        return problem.n\n",
         {"result", "unwritten", "work"},
+    ),
+    "a slab that waits is left out where the next tile is short": (
+        HOPPER_DEFERS,
+        "gemm_sm90",
+        "            if slab >= first:",
+        "            if slab > first:",
+        {"unwritten", "result", "work"},
+    ),
+    "slabs that wait are stored where the next tile lies": (
+        HOPPER_DEFERS,
+        "gemm_sm90",
+        "self.store_pending(slabs_d, pending, slab, stage_d, pending_place)",
+        "self.store_pending(slabs_d, pending, slab, stage_d, (expert, row, end, col))",
+        {"unwritten", "result", "race"},
+    ),
+    "a tile adds to what the one before left": (
+        HOPPER,
+        "gemm_sm90",
+        "i > 0 if block == 0 else True",
+        "True",
+        {"result"},
+    ),
+    "rows without an expert keep what the tile before left": (
+        HOPPER_DEFERS,
+        "gemm_sm90",
+        "            if num_blocks == 0:\n                acc.fill(0.0)",
+        "",
+        {"result"},
+    ),
+    "the next tile is read where there is none": (
+        HOPPER_DEFERS,
+        "gemm_sm90",
+        "            if more:\n                expert, group",
+        "            if num_blocks >= 0:\n                expert, group",
+        {"deadlock", "barrier"},
+    ),
+    "of a swapped tile, warpgroups share rows instead of columns": (
+        HOPPER_SWAPPED,
+        "gemm_sm90",
+        "                col += half * SLAB_ROWS",
+        "                row += half * SLAB_ROWS",
+        {"result", "unwritten", "race"},
+    ),
+    "of a swapped tile, the bias is that of the other columns": (
+        HOPPER_SWAPPED,
+        "gemm_sm90",
+        "return half * SLAB_ROWS + thread // 32 * 16",
+        "return thread // 32 * 16",
+        {"result"},
+    ),
+    "of a swapped tile, rows are scaled as if they were columns": (
+        HOPPER_SWAPPED,
+        "gemm_sm90",
+        "return i // 4 * 2 + i % 2 if self.swapped else i // 2 % 2",
+        "return i // 2 % 2",
+        {"result"},
+    ),
+    "buffers of C and D overlap": (
+        HOPPER_SWAPPED,
+        "epilogue",
+        "        stage = stage * self.step\n",
+        "",
+        {"race"},
     ),
 }
 
