@@ -13,7 +13,7 @@ share few row panels of A and few column panels of B in L2.
 
 Schedule. The first tile of a cluster is that of its own index. Static: then every C-th, where C is the number of clusters. Dynamic, where the call has
 a counter: then whichever the counter, shared by all clusters, says is next. The first CTA of a cluster asks it and tells the others. It does so no earlier than
-all warps of its CTA have begun the tile before, so that at the end no cluster holds tiles that another could have done.
+all warps of its CTA have read the tile before, so that at the end no cluster holds tiles that another could have done.
 
 Any int32 offsets are safe: every end is clamped to [previous end, M].
 """
