@@ -242,9 +242,10 @@ def select_tile(arch, l, m, n, k, b_major, mma_tiler_mn=None, cluster_shape_mn=N
 
 def select_wgrad_tile(arch, l, rows, n, k, mma_tiler_mn=None, cluster_shape_mn=None):
     """The tile for D (L, N, K), from static facts only; rows: of a group, in the mean. None if the wish allows none."""
-    blocks = rows / 64 + 0.5 if l > 1 else math.ceil(rows / 64)  # a group's last block is seldom full
 
     def time(tile, cost):
+        # Of several groups, the last block is seldom full.
+        blocks = rows / tile.k + 0.5 if l > 1 else math.ceil(rows / tile.k)
         count = l * math.ceil(n / (tile.m * tile.cluster_m)) * math.ceil(k / (tile.n * tile.cluster_n))
         return _time(arch, tile, cost, count, blocks, (n, k), l * (n * k + rows * k + rows * n))
 
