@@ -122,7 +122,7 @@ sanitize: ## compute-sanitizer over a sweep of small problems on this machine's 
 	        compute-sanitizer --tool $$tool --error-exitcode 1 $$options $(RUN) tests/gpu_programs/small_problems.py; \
 	done
 
-bench: ## the forward benchmark on this machine's GPU (BENCH_ARGS="--rows ... --arms ... --reps ...")
+bench: ## the benchmark of listed rows and sweeps on this machine's GPU (BENCH_ARGS="--rows ... --arms ... --reps ...")
 	@test -e $(DATA)/manifest.json || { echo "$(DATA) is empty: run make build here, or copy the folder from where you did" >&2; exit 1; }
 	@$(RUN) -m benchmarks.run $(BENCH_ARGS)
 

@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks.run` from the repository root, or `make bench`."""
+"""Benchmarks, from the repository root: `python -m benchmarks.run` (or `make bench`), `.features`, `.power`, `.layer`, `.tiles`."""

@@ -2,14 +2,16 @@
 
 import functools
 import importlib.util
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import Arm
+from jax_grouped_gemm.timing import Arm
 
 NAMES = ("ours", "cublas_dense", "torch_grouped_mm", "tokamax", "ragged_dot")
+SCHEDULERS = ("ours_static", "ours_dynamic")  # ours with one scheduler given
 
 
 class Inputs:
@@ -48,23 +50,33 @@ def _normal(key, shape):
     return jax.random.normal(key, shape, jnp.bfloat16)
 
 
+def names(row, given=None):
+    """Of the arms of a row: those that are given, or by default all that say something there. `ragged_dot` for listed rows
+    only: it takes seconds and tens of gigabytes."""
+    found = given or (NAMES + SCHEDULERS if row.sweep == "skew" else NAMES)
+    return [name for name in found if not (row.sweep and name == "ragged_dot")]
+
+
 def build(name, inputs):
     """Returns (Arm, compiled program or None), or raises UnavailableError."""
-    return {
+    builders: dict[str, Callable] = {
         "ours": ours,
+        "ours_static": functools.partial(ours, use_dynamic_sched=False),
+        "ours_dynamic": functools.partial(ours, use_dynamic_sched=True),
         "cublas_dense": _cublas_dense,
         "torch_grouped_mm": _torch_grouped_mm,
         "tokamax": _tokamax,
         "ragged_dot": _ragged_dot,
-    }[name](inputs)
+    }
+    return builders[name](inputs)
 
 
 class UnavailableError(Exception):
     """An arm that this machine cannot run; the text says why."""
 
 
-def ours(inputs, **options):
-    """(Arm, compiled program); options: further ones of the operation."""
+def ours(inputs, arrays=None, **options):
+    """(Arm, compiled program); arrays: further operands by name; options: further ones of the operation."""
     from jax_grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 
     # On a GPU only the kernels count: never time the reference in their name.
@@ -72,9 +84,10 @@ def ours(inputs, **options):
     if inputs.product == "dgrad":
         options["b_major"] = "n"
     function = jax.jit(functools.partial(grouped_gemm_wgrad if inputs.product == "wgrad" else grouped_gemm, **options))
-    compiled = function.lower(*inputs.pairs[0], offsets=inputs.ends).compile()
+    arrays = {"offsets": inputs.ends} | (arrays or {})
+    compiled = function.lower(*inputs.pairs[0], **arrays).compile()
     pairs = inputs.pairs
-    return Arm(lambda i: compiled(*pairs[i % len(pairs)], offsets=inputs.ends), jax.block_until_ready), compiled
+    return Arm(lambda i: compiled(*pairs[i % len(pairs)], **arrays), jax.block_until_ready), compiled
 
 
 # (m, columns) and (m, columns) with ragged rows, both contracted.

@@ -8,9 +8,10 @@ import numpy as np
 from jax import lax
 
 
-def poison(row):
-    """Fills the block that the next output is likely to get with NaN, so that an element never written shows."""
-    jnp.full(row.result, jnp.nan, jnp.bfloat16).block_until_ready().delete()
+def poison(row, dtypes=("bfloat16",)):
+    """Fills the blocks that the next outputs are likely to get with NaN, so that an element never written shows."""
+    for block in jax.block_until_ready([jnp.full(row.result, jnp.nan, dtype) for dtype in dtypes]):
+        block.delete()
 
 
 def torch_poison(torch, row):
@@ -60,6 +61,18 @@ def grouped_reference(product, a, b, ends):
     return _reference(a, b if product == "forward" else jnp.swapaxes(b, 1, 2), ends, window)
 
 
+@jax.jit
+def epilogue(product, ends, alpha=None, prob=None, bias=None):
+    """(D, C) in float32 of the product's float32 (m, n): the formula of `grouped_gemm`. All rows are of a group."""
+    group = jnp.searchsorted(ends, jnp.arange(len(product)), side="right")
+    by_row = 1.0 if prob is None else prob[:, None]
+    c = product if alpha is None else alpha[group][:, None] * product
+    if bias is None:
+        return by_row * c, c
+    c = c + by_row * bias[group].astype(jnp.float32)
+    return c, c
+
+
 def contraction(row, sizes):
     """Its length; the longest one where groups have one each."""
     return {"forward": row.k, "dgrad": row.n, "wgrad": int(sizes.max())}[row.product]
@@ -67,9 +80,9 @@ def contraction(row, sizes):
 
 @jax.jit
 def _worst(out, expected, k):
-    # Half a unit of bfloat16 on the result, doubled; plus a term in the result's scale for sums that cancel.
+    # One rounding to the result's dtype; plus a term in the result's scale for sums that cancel.
     # Operands are standard normal, so results have a standard deviation of sqrt(k).
-    limit = 2.0**-8 * jnp.abs(expected) + 2.0**-12 * jnp.sqrt(k)
+    limit = float(jnp.finfo(out.dtype).eps) / 2 * jnp.abs(expected) + 2.0**-12 * jnp.sqrt(k)
     return jnp.max(jnp.abs(out.astype(jnp.float32) - expected) / limit)
 
 

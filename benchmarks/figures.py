@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmarks import arms
 from jax_grouped_gemm import library
+from jax_grouped_gemm.timing import Arm, calibrate, interleave, summarize
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -133,6 +134,21 @@ def first_call_seconds():
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-1]}
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def copy_arm(size=1 << 30):
+    """(Arm that copies so many bytes in the device's memory, the bytes that a call moves: each is read and written)."""
+    x = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)  # zeros would take less power
+    copy = jax.jit(jnp.copy).lower(x).compile()
+    return Arm(lambda _: copy(x), jax.block_until_ready), 2 * x.nbytes
+
+
+def copy_bytes_per_second(size=1 << 30, reps=15):
+    """Bytes that a copy of so many bytes moves per second, the median of several bursts."""
+    arm, moved = copy_arm(size)
+    calibrate(arm, reps)
+    interleave({"copy": arm})
+    return moved / summarize(arm.samples).median
 
 
 def wheel_bytes():

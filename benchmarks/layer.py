@@ -29,8 +29,8 @@ import numpy as np
 import jax_grouped_gemm
 from benchmarks import figures, public_layer, report
 from benchmarks.run import progress
-from benchmarks.timing import Arm, calibrate, interleave, summarize
 from jax_grouped_gemm.nn import routing
+from jax_grouped_gemm.timing import Arm, calibrate, interleave, summarize
 
 
 @dataclasses.dataclass(frozen=True)

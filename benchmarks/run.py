@@ -1,6 +1,7 @@
 """Benchmark of the products of a layer: ours, cuBLAS dense, torch's grouped product and JAX's ragged_dot, interleaved in one process.
 
-    python -m benchmarks.run                          # everything, a few minutes on an H200
+    python -m benchmarks.run                          # the listed rows and the sweeps, several minutes on an H200
+    python -m benchmarks.run --rows forward,skew      # the listed forward products and one sweep
     python -m benchmarks.run --rows dsv3_up,qwen3_up --arms ours,torch_grouped_mm --reps 7
     python -m benchmarks.run --smoke                  # tiny shapes, any machine
 
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import arms, check, figures, report, shapes
-from benchmarks.timing import Arm, calibrate, interleave, summarize
+from jax_grouped_gemm.timing import Arm, calibrate, interleave, summarize
 
 
 def progress(text):
@@ -62,7 +63,7 @@ def prepare(row, names, seed):
             continue
         except Exception as failure:
             # Another arm's crash (out of memory, an unsupported shape) is a result; ours is a failure.
-            if name == "ours":
+            if name.startswith("ours"):
                 raise
             record["skipped"] = f"failed: {(str(failure).splitlines() or [type(failure).__name__])[0][:200]}"
             continue
@@ -101,13 +102,13 @@ def run_row(row, names, reps, seed):
         if "samples" in record:
             stats = summarize(record["samples"])
             print(
-                f"{row.name:15} {name:17} {stats.median * 1e6:11.1f} us {row.flops / stats.median / 1e12:8.2f} TFLOP/s"
+                f"{row.name:26} {name:17} {stats.median * 1e6:11.1f} us {row.flops / stats.median / 1e12:8.2f} TFLOP/s"
                 f" {row.bytes(sizes) / stats.median / 1e9:8.1f} GB/s"
                 f"  ({stats.low * 1e6:.1f} to {stats.high * 1e6:.1f} us)",
                 flush=True,
             )
         else:
-            print(f"{row.name:15} {name:17} {record['skipped']}", flush=True)
+            print(f"{row.name:26} {name:17} {record['skipped']}", flush=True)
     return dataclasses.asdict(row) | {
         "flops": row.flops,
         "bytes": row.bytes(sizes),
@@ -119,25 +120,26 @@ def run_row(row, names, reps, seed):
 
 def parse_args(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", help="comma-separated row names, 'forward' or 'backward' (default: all)")
-    parser.add_argument("--arms", default=",".join(arms.NAMES), help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--rows", help="comma-separated: rows, 'forward', 'backward', 'sweeps' or sweeps by name (default: all)"
+    )
+    parser.add_argument(
+        "--arms", help="comma-separated (default: by row; ragged_dot is left out of sweeps in any case)"
+    )
     parser.add_argument("--reps", type=int, default=15, help="bursts per arm (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes: checks that the benchmark itself works")
     parser.add_argument("--no-figures", action="store_true", help="skip host time, first call and wheel size")
     args = parser.parse_args(argv)
-    tables = {"forward": shapes.FORWARD, "backward": shapes.BACKWARD}
-    chosen = shapes.SMOKE if args.smoke else tables["forward"] + tables["backward"]
-    table = {row.name: row for row in chosen}
-    if args.rows in tables:
-        chosen = tables[args.rows]
-    args.rows = args.rows.split(",") if args.rows and args.rows not in tables else [row.name for row in chosen]
-    args.arms = args.arms.split(",")
-    for kind, given, known in (("row", args.rows, table), ("arm", args.arms, arms.NAMES)):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(f"unknown {kind} {', '.join(unknown)}; there are {', '.join(known)}")
-    args.rows = [table[name] for name in args.rows]
+    known = arms.NAMES + arms.SCHEDULERS
+    args.arms = args.arms.split(",") if args.arms else None
+    if unknown := [name for name in args.arms or () if name not in known]:
+        parser.error(f"unknown arm {', '.join(unknown)}; there are {', '.join(known)}")
+    try:
+        args.rows = shapes.select(args.rows, args.smoke)
+    except ValueError as unknown_row:
+        parser.error(str(unknown_row))
     return args
 
 
@@ -153,9 +155,11 @@ def main(argv=None):
     now = datetime.datetime.now(datetime.UTC)
     given = {"arms": args.arms, "reps": args.reps, "seed": args.seed, "smoke": args.smoke}
     result = {"date": now.isoformat(timespec="seconds"), "machine": figures.machine(), "arguments": given}
+    progress("bandwidth of a copy")
+    result["copy_bytes_per_second"] = figures.copy_bytes_per_second(1 << 20 if args.smoke else 1 << 30)
     result["rows"] = []
     for row in args.rows:
-        result["rows"].append(run_row(row, args.arms, args.reps, args.seed))
+        result["rows"].append(run_row(row, arms.names(row, args.arms), args.reps, args.seed))
         gc.collect()  # the operands of a row are gigabytes
     if not args.no_figures:
         progress("host time, first call, wheel")

@@ -12,8 +12,10 @@ class Row:
 
     product: which of the layer's three is timed, 2MNK operations each: "forward", D = A B^T; "dgrad", dA = dD B;
       "wgrad", dB = dD^T A of each group's rows.
-    shares: "balanced" (equal groups), "skew" (Dirichlet(2) shares) or "routed" (each row picks an expert).
+    shares: "balanced" (equal groups), "skew" (Dirichlet(2) shares), "heavy" (Dirichlet(0.2): a few groups have most rows),
+      "routed" (each row picks an expert) or "one_hot" (one group has all rows).
     align: every group is a multiple of it.
+    sweep: which one it is a point of, none for the listed rows; x: where on the plot's axis.
     """
 
     name: str
@@ -24,6 +26,8 @@ class Row:
     shares: str
     align: int = 1
     product: str = "forward"
+    sweep: str = ""
+    x: int | str = ""
 
     @property
     def result(self):
@@ -41,7 +45,9 @@ class Row:
 
     def bytes(self, sizes):
         """Bytes that must move at least: A, the weights of experts that have rows, and D, in bfloat16, or their gradients."""
-        return 2 * (self.m * self.k + int(np.count_nonzero(sizes)) * self.n * self.k + self.m * self.n)
+        # The gradient of weights without rows is zero, but written.
+        matrices = self.l if self.product == "wgrad" else int(np.count_nonzero(sizes))
+        return 2 * (self.m * self.k + matrices * self.n * self.k + self.m * self.n)
 
     def group_sizes(self, seed):
         """(l,) int32 that sums to m."""
@@ -49,7 +55,15 @@ class Row:
         if self.shares == "routed":
             return rng.multinomial(self.m, np.full(self.l, 1 / self.l)).astype(np.int32)
         units = self.m // self.align
-        shares = np.full(self.l, 1 / self.l) if self.shares == "balanced" else rng.dirichlet(np.full(self.l, 2.0))
+        match self.shares:
+            case "balanced":
+                shares = np.full(self.l, 1 / self.l)
+            case "one_hot":
+                shares = np.eye(self.l)[self.l // 2]
+            case "skew" | "heavy":
+                shares = rng.dirichlet(np.full(self.l, {"skew": 2.0, "heavy": 0.2}[self.shares]))
+            case _:
+                raise ValueError(f"unknown shares {self.shares}")
         # Cumulative rounding: the sizes are whole units and their sum is exact.
         ends = np.rint(np.cumsum(shares) * units).astype(np.int64)
         ends[-1] = units
@@ -75,9 +89,54 @@ def _backward(row, product):
 
 BACKWARD = tuple(_backward(row, product) for product in ("dgrad", "wgrad") for row in FORWARD if not row.decode)
 
+
+def _skew_row(product, shares, aligned=True):
+    name = f"skew_{shares}{'' if aligned else '_unaligned'}{'' if product == 'forward' else '_' + product}"
+    x = shares if aligned else f"{shares}, unaligned"
+    align = 256 if aligned and shares != "routed" else 1
+    return Row(name, 64, 65536, 2048, 2048, shares, align, product, "skew", x)
+
+
+# One quantity varies, everything else stays.
+SWEEPS = (
+    *(
+        Row(f"rows_per_group_{rows}", 32, 32 * rows, 4096, 2048, "balanced", sweep="rows_per_group", x=rows)
+        for rows in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 8192)
+    ),
+    *(
+        _skew_row(product, *shares)
+        for product in ("forward", "wgrad")
+        for shares in (("balanced",), ("skew",), ("heavy",), ("heavy", False), ("routed",), ("one_hot",))
+    ),
+    *(
+        Row(f"experts_{l}", l, 32768, 2048, 2048, "balanced", sweep="experts", x=l)
+        for l in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    ),
+)
+
 SMOKE = (
     Row("smoke_aligned", 4, 512, 64, 128, "skew", 64),
     Row("smoke_decode", 8, 16, 64, 128, "routed"),
     Row("smoke_dgrad", 4, 512, 64, 128, "routed", product="dgrad"),
     Row("smoke_wgrad", 4, 512, 64, 128, "routed", product="wgrad"),
+    Row("smoke_rows_per_group", 4, 64, 64, 128, "balanced", sweep="rows_per_group", x=16),
+    Row("smoke_skew", 4, 512, 64, 128, "heavy", 64, sweep="skew", x="heavy"),
+    Row("smoke_experts", 2, 64, 64, 128, "balanced", sweep="experts", x=2),
 )
+
+
+def select(names=None, smoke=False):
+    """Rows by their names or those of sets, comma-separated: "forward" and "backward" (the listed rows), "sweeps" or one
+    sweep's. All by default. Raises ValueError for an unknown name."""
+    every = SMOKE if smoke else FORWARD + BACKWARD + SWEEPS
+    if names is None:
+        return list(every)
+    found = {row.name: [row] for row in every}
+    for row in every:
+        sets = ("sweeps", row.sweep) if row.sweep else ("forward" if row.product == "forward" else "backward",)
+        for name in sets:
+            found.setdefault(name, []).append(row)
+    given = names.split(",")
+    if unknown := [name for name in given if name not in found]:
+        raise ValueError(f"unknown row {', '.join(unknown)}; there are {', '.join(found)}")
+    return list(dict.fromkeys(row for name in given for row in found[name]))

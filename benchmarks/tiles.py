@@ -22,8 +22,8 @@ import numpy as np
 
 from benchmarks import arms, check, figures, report, shapes
 from benchmarks.run import as_jax, poison_outputs, progress
-from benchmarks.timing import calibrate, interleave, summarize
 from jax_grouped_gemm import config, ffi_call
+from jax_grouped_gemm.timing import calibrate, interleave, summarize
 
 # So much work that the host keeps up, so little that many problems are timed.
 FLOPS = 1e10, 3e12
@@ -91,7 +91,7 @@ def main(argv=None):
     losses = []
     for i, row in enumerate(rows):
         progress(f"{i + 1} of {len(rows)}: {row.name} {row.shares}")
-        tiles = config.wgrad_tiles(arch) if args.product == "wgrad" else config.TILES[arch]
+        tiles = config.WGRAD_TILES[arch] if args.product == "wgrad" else config.TILES[arch]
         seconds = measure(row, tiles, args.seed, args.reps)
         ours = {name: time for name, time in seconds.items() if name != "torch_grouped_mm"}
         losses.append(seconds["rule"] / min(ours.values()) - 1)

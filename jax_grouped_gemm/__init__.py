@@ -15,12 +15,15 @@ from jax_grouped_gemm.compat import (
     grouped_gemm_wrapper_sm100,
 )
 from jax_grouped_gemm.ragged import ragged_dot, ragged_dot_general
+from jax_grouped_gemm.tuned import use as use_tuned
+from jax_grouped_gemm.tuning import Tuned, tune
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GroupedGemm",
     "GroupedGemmSm100",
+    "Tuned",
     "TupleDict",
     "__version__",
     "accelerate",
@@ -34,6 +37,8 @@ __all__ = [
     "grouped_gemm_wrapper_sm100",
     "ragged_dot",
     "ragged_dot_general",
+    "tune",
+    "use_tuned",
 ]
 
 if acceleration.enabled_by_environment():

@@ -20,7 +20,7 @@ def grouped_gemm(
     d_dtype=None,
     generate_c=False,
     c_dtype=None,
-    use_dynamic_sched=False,
+    use_dynamic_sched=None,
     mma_tiler_mn=None,
     cluster_shape_mn=None,
     overlap_margin=0,
@@ -58,8 +58,8 @@ def grouped_gemm(
       d_dtype: bfloat16, float16 or float32; by default that of `a`.
       generate_c: return C too; otherwise it is not written.
       c_dtype: bfloat16, float16 or float32, with `generate_c` only; by default that of `a`.
-      use_dynamic_sched: the kernels take tiles from a counter as they get free, instead of every CTA having its share
-        beforehand. Results are the same, bit for bit.
+      use_dynamic_sched: the kernels take tiles from a counter as they get free (True), or every CTA has its share beforehand
+        (False); by default the package chooses. Results are the same, bit for bit.
       mma_tiler_mn: rows and columns of D, e.g. (256, 256), that a CTA computes, or a pair of CTAs along M where the
         cluster has one; by default the package chooses among the compiled tiles.
       cluster_shape_mn: CTAs of a cluster along M and N, e.g. (2, 1); by default the package chooses.
@@ -158,7 +158,7 @@ def grouped_gemm_wgrad(
     d_dtype=None,
     accumulate_into=None,
     d_major="k",
-    use_dynamic_sched=False,
+    use_dynamic_sched=None,
     mma_tiler_mn=None,
     cluster_shape_mn=None,
     overlap_margin=0,

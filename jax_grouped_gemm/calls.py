@@ -51,7 +51,8 @@ class Call(_Grouped):
 
     weights: "dense" (one stacked array), "pointers" (L device addresses) or "tuple" (L arrays).
     c_dtype: None where C is not an output.
-    dynamic: tiles are handed out by a counter. overlap_margin: SMs left free.
+    dynamic: tiles are handed out by a counter; None where the package chooses, which `selection.scheduled` then does.
+    overlap_margin: SMs left free.
     mma_tiler_mn, cluster_shape_mn: pairs, or None where the package chooses.
     mapped_groups: None where group g is expert g's. Else the number of groups, whose experts are an operand: (groups,)
       int32, and the rows of a group with an index outside [0, L) are zero. alpha is (groups,) then, bias (groups, N).
@@ -74,7 +75,7 @@ class Call(_Grouped):
     implementation: str | None
     has_bias: bool = False
     c_dtype: str | None = None
-    dynamic: bool = False
+    dynamic: bool | None = None
     mma_tiler_mn: tuple[int, int] | None = None
     cluster_shape_mn: tuple[int, int] | None = None
     overlap_margin: int = 0
@@ -97,7 +98,7 @@ class Call(_Grouped):
     @property
     def scratch_bytes(self):
         """What a launch of the kernels needs: a tensor map per expert whose weights lie alone, then the tile counter."""
-        return SCRATCH_UNIT * ((0 if self.weights == "dense" else self.l) + self.dynamic)
+        return SCRATCH_UNIT * ((0 if self.weights == "dense" else self.l) + bool(self.dynamic))
 
     @property
     def b_shape(self):
@@ -139,7 +140,7 @@ class WgradCall(_Grouped):
     has_alpha: bool
     implementation: str | None
     accumulate: bool = False
-    dynamic: bool = False
+    dynamic: bool | None = None
     mma_tiler_mn: tuple[int, int] | None = None
     cluster_shape_mn: tuple[int, int] | None = None
     overlap_margin: int = 0
@@ -159,7 +160,7 @@ class WgradCall(_Grouped):
 
     @property
     def scratch_bytes(self):
-        return SCRATCH_UNIT * self.dynamic
+        return SCRATCH_UNIT * bool(self.dynamic)
 
     def split(self, operands):
         """Names the flat operands of the primitive: x, y, offsets, then experts, alpha and the sum so far if present."""

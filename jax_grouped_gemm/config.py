@@ -60,18 +60,23 @@ class Tile:
 TILES = {
     90: (
         Tile(128, 256, cluster_m=2),
-        Tile(128, 256),
+        Tile(128, 256, cluster_n=2),
         Tile(128, 192, cluster_m=2),
         Tile(128, 128),
         Tile(64, 128, swapped=True),
     ),
     100: (Tile(128, 256, cluster_m=2, two_cta=True), Tile(128, 256)),
 }
-
-
-def wgrad_tiles(arch):
-    """Those that weight gradients are compiled for: their results have no few rows."""
-    return tuple(tile for tile in TILES[arch] if not tile.swapped)
+# Those that weight gradients are compiled for.
+WGRAD_TILES = {
+    90: (
+        Tile(128, 256, cluster_m=2),
+        Tile(128, 256, cluster_n=2),
+        Tile(192, 192),
+        Tile(128, 128),
+    ),
+    100: TILES[100],
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +130,7 @@ WGRAD_RESULTS = (("bfloat16", False), ("float32", False), ("float32", True))
 
 def wgrad_variants(arch):
     """Every wgrad kernel compiled for an architecture."""
-    return [WgradVariant(arch, tile, *result) for tile, result in itertools.product(wgrad_tiles(arch), WGRAD_RESULTS)]
+    return [WgradVariant(arch, tile, *result) for tile, result in itertools.product(WGRAD_TILES[arch], WGRAD_RESULTS)]
 
 
 def prologue_name(arch, source):
@@ -183,32 +188,34 @@ class Cost:
     memory: float
 
 
-# Of TILES. For SM90 fitted to times on an H200 (docs/architecture.md); for SM100 a guess: the ratio of bytes loaded.
+# Of TILES. For SM90 fitted to times on an H200 (docs/performance.md); for SM100 a guess: the ratio of bytes loaded.
 FORWARD_COSTS = {
     90: (
-        Cost(0.68, 1.8, 0.48, 0.1),
-        Cost(0.70, 0.0, 0.89, 0.35),
-        Cost(0.525, 1.55, 0.6, 0.0),
-        Cost(0.435, 1.6, 1.0, 0.12),
-        Cost(0.33, 0.0, 0.94, 0.23),
+        Cost(0.69, 1.76, 0.05, 0.01),
+        Cost(0.705, 0.92, 0.08, 0.31),
+        Cost(0.54, 1.6, 0.08, 0.01),
+        Cost(0.515, 0.0, 0.14, 0.23),
+        Cost(0.28, 0.72, 0.6, 0.4),
     ),
     100: (Cost(1.0, 4.7, 0.0, 0.0), Cost(1.5, 4.7, 0.0, 0.0)),
 }
-# Of `wgrad_tiles`.
+# Of WGRAD_TILES.
 WGRAD_COSTS = {
     90: (
-        Cost(0.68, 0.97, 0.0, 0.02),
-        Cost(0.70, 0.64, 0.17, 0.05),
-        Cost(0.525, 0.68, 0.08, 0.0),
-        Cost(0.435, 0.25, 0.54, 0.06),
+        Cost(0.67, 2.06, 0.01, 0.06),
+        Cost(0.715, 1.6, 0.12, 0.1),
+        Cost(0.8, 2.07, 0.18, 0.1),
+        Cost(0.42, 0.98, 0.29, 0.01),
     ),
     100: (Cost(1.0, 4.7, 0.0, 0.0), Cost(1.5, 4.7, 0.0, 0.0)),
 }
 BYTES_PER_MICROSECOND = 4.2e6  # of an H200's memory, as copies reach
 # Sizes of groups, in units of their mean, that the forward rule has in mind, since only the device knows the real ones.
-GROUP_SIZES = (0.5, 1.0, 1.0, 1.5)
+GROUP_SIZES = (0.9, 1.1)
 # A cluster does one tile after another. Of few such waves the last counts as a whole one; of more, half.
-FEW_WAVES = 8
+FEW_WAVES = 4
+# Of fewer, a counter has nothing to even out, and resetting it takes longer than what it could save.
+DYNAMIC_WAVES = 2
 
 
 def _time(arch, tile, cost, tiles_of_result, blocks, pitches, elements):
@@ -240,6 +247,15 @@ def select_tile(arch, l, m, n, k, b_major, mma_tiler_mn=None, cluster_shape_mn=N
     return _fastest(TILES[arch], FORWARD_COSTS[arch], (mma_tiler_mn, cluster_shape_mn), time)
 
 
+def select_schedule(groups, matrices, rows, columns):
+    """Whether a counter hands out the tiles: where there are several groups, of sizes unknown, and several tiles for every SM.
+
+    matrices of the result, with as many rows in the mean, and columns.
+    """
+    tiles = matrices * max(rows / 128, 1) * math.ceil(columns / 256)
+    return groups > 1 and tiles >= DYNAMIC_WAVES * SMS[90]
+
+
 def select_wgrad_tile(arch, l, rows, n, k, mma_tiler_mn=None, cluster_shape_mn=None):
     """The tile for D (L, N, K), from static facts only; rows: of a group, in the mean. None if the wish allows none."""
 
@@ -249,4 +265,4 @@ def select_wgrad_tile(arch, l, rows, n, k, mma_tiler_mn=None, cluster_shape_mn=N
         count = l * math.ceil(n / (tile.m * tile.cluster_m)) * math.ceil(k / (tile.n * tile.cluster_n))
         return _time(arch, tile, cost, count, blocks, (n, k), l * (n * k + rows * k + rows * n))
 
-    return _fastest(wgrad_tiles(arch), WGRAD_COSTS[arch], (mma_tiler_mn, cluster_shape_mn), time)
+    return _fastest(WGRAD_TILES[arch], WGRAD_COSTS[arch], (mma_tiler_mn, cluster_shape_mn), time)

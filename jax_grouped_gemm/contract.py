@@ -33,7 +33,7 @@ class Options:
     implementation: str | None
     generate_c: bool = False
     c_dtype: Any = None
-    use_dynamic_sched: bool = False
+    use_dynamic_sched: bool | None = None
     mma_tiler_mn: Any = None
     cluster_shape_mn: Any = None
     overlap_margin: int = 0
@@ -46,7 +46,7 @@ class WgradOptions:
     groups: str
     d_dtype: Any
     d_major: str
-    use_dynamic_sched: bool
+    use_dynamic_sched: bool | None
     mma_tiler_mn: Any
     cluster_shape_mn: Any
     overlap_margin: int
@@ -66,6 +66,32 @@ def exactly_one(**arguments):
         raise ValueError(
             f"exactly one of {names} must be given; got {' and '.join(given) or 'neither'}; pass one, as a keyword"
         )
+
+
+def not_tuned(path, why):
+    return ValueError(
+        f"{path} must be a file that jax_grouped_gemm.tune wrote; found {why}; tune again, with path naming another file"
+    )
+
+
+def nothing_to_tune_on():
+    return RuntimeError(
+        "tune times the kernels, and needs an NVIDIA GPU of compute capability 9.0, 10.0 or 10.3 that JAX can use; found none; "
+        "run it on the machine that the program is for, and bring the file along"
+    )
+
+
+def nothing_to_tune():
+    return ValueError(
+        "function must call grouped_gemm, or what uses its kernels, on the GPU and leave the tile open; found no such call; "
+        "pass the function that jax.jit gets, with its arguments"
+    )
+
+
+def bad_load(load):
+    return ValueError(
+        f"loads must be 1-D arrays of relative sizes, at least 0 and not all of them; got {load.tolist()}; pass rows per expert"
+    )
 
 
 def check_call(options, weights, operands):
@@ -109,7 +135,7 @@ def _of_kernels(options):
     """What only makes a difference to how the kernels run."""
     return {
         "implementation": options.implementation,
-        "dynamic": check_flag("use_dynamic_sched", options.use_dynamic_sched),
+        "dynamic": _schedule(options.use_dynamic_sched),
         "mma_tiler_mn": _pair("mma_tiler_mn", options.mma_tiler_mn),
         "cluster_shape_mn": _pair("cluster_shape_mn", options.cluster_shape_mn),
         "overlap_margin": _overlap_margin(options.overlap_margin),
@@ -172,7 +198,7 @@ def check_tile(call, architectures):
     """The call's tile is compiled for one of these architectures, those of this process's GPUs; for any if it has none."""
     wish = call.mma_tiler_mn, call.cluster_shape_mn
     found = {
-        arch: config.wgrad_tiles(arch) if isinstance(call, WgradCall) else tiles for arch, tiles in config.TILES.items()
+        arch: config.WGRAD_TILES[arch] if isinstance(call, WgradCall) else tiles for arch, tiles in config.TILES.items()
     }
     if any(config.wished(found[arch], *wish) for arch in architectures or found):
         return
@@ -275,6 +301,14 @@ def _output_dtype(name, dtype, default):
 def check_flag(name, value):
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name} must be True or False; got {value!r}; it is static")
+    return bool(value)
+
+
+def _schedule(value):
+    if value is None:
+        return None
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"use_dynamic_sched must be True, False or None; got {value!r}; it is static")
     return bool(value)
 
 

@@ -13,7 +13,7 @@ from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowe
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_grouped_gemm import config, contract, library, log, meshes, partitioning, parts, reference
+from jax_grouped_gemm import config, contract, library, log, meshes, partitioning, parts, reference, selection
 
 grouped_gemm_p = Primitive("grouped_gemm")
 grouped_gemm_p.multiple_results = True
@@ -136,6 +136,7 @@ def _stacked_weights(platform, call, operands):
 
 
 def _kernels(call, operands):
+    call = selection.scheduled(architectures(), call)
     outputs = [jax.ShapeDtypeStruct((call.m, call.n), jnp.dtype(dtype)) for dtype in call.output_dtypes]
     scratch = [jax.ShapeDtypeStruct((call.scratch_bytes,), jnp.uint8)] if call.scratch_bytes else []
     return jax.ffi.ffi_call(library.FORWARD, outputs + scratch)(*operands, **attributes(call))[: len(outputs)]
@@ -163,7 +164,7 @@ def attributes(call):
 
 def kernel_name(arch, call):
     """The forward kernel for an architecture; "" where the call's tile is compiled for another one only."""
-    tile = tile_of(arch, call)
+    tile = selection.tile_of(arch, call)
     if tile is None:
         return ""
     weights = "dense" if call.weights == "dense" else "pointers"
@@ -171,11 +172,6 @@ def kernel_name(arch, call):
         scaled=call.has_alpha or call.has_prob, bias=call.has_bias, d_dtype=call.d_dtype, c_dtype=call.c_dtype
     )
     return config.Variant(arch, tile, call.b_major, weights, d_dtype, epilogue).name
-
-
-def tile_of(arch, call):
-    wish = call.mma_tiler_mn, call.cluster_shape_mn
-    return config.select_tile(arch, call.groups, call.m, call.n, call.k, call.b_major, *wish)
 
 
 def register(primitive, implementation, rule=None):

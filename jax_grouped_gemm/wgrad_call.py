@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from jax_grouped_gemm import config, ffi_call, library, meshes, partitioning, parts, reference
+from jax_grouped_gemm import config, ffi_call, library, meshes, partitioning, parts, reference, selection
 
 grouped_wgrad_p = Primitive("grouped_wgrad")
 grouped_wgrad_p.multiple_results = True
@@ -45,6 +45,7 @@ def _implementation(platform, *operands, call):
 
 
 def _kernels(call, operands):
+    call = selection.scheduled(ffi_call.architectures(), call)
     d = jax.ShapeDtypeStruct(call.d_shape, jnp.dtype(call.d_dtype))
     scratch = [jax.ShapeDtypeStruct((call.scratch_bytes,), jnp.uint8)] if call.scratch_bytes else []
     aliases = {len(operands) - 1: 0} if call.accumulate else {}
@@ -68,13 +69,8 @@ def attributes(call):
 
 def kernel_name(arch, call):
     """The wgrad kernel for an architecture; "" where the call's tile is compiled for another one only."""
-    tile = tile_of(arch, call)
+    tile = selection.tile_of(arch, call)
     return "" if tile is None else config.WgradVariant(arch, tile, call.d_dtype, call.accumulate).name
-
-
-def tile_of(arch, call):
-    wish = call.mma_tiler_mn, call.cluster_shape_mn
-    return config.select_wgrad_tile(arch, call.l, call.m / call.groups, call.n, call.k, *wish)
 
 
 ffi_call.register(grouped_wgrad_p, _implementation, partitioning.Wgrad)

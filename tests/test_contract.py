@@ -174,7 +174,7 @@ WRONG_CALLS = {
     "generate_c": ({"generate_c": 1}, "generate_c must be True or False; got 1; it is static"),
     "use_dynamic_sched": (
         {"use_dynamic_sched": "yes"},
-        "use_dynamic_sched must be True or False; got 'yes'; it is static",
+        "use_dynamic_sched must be True, False or None; got 'yes'; it is static",
     ),
     "overlap_margin": (
         {"overlap_margin": -1},
@@ -214,7 +214,7 @@ def test_wrong_calls(changes, message):
 
 
 COMPILED = (
-    "(SM90: (256, 256) with (2, 1), (128, 256) with (1, 1), (256, 192) with (2, 1), (128, 128) with (1, 1), "
+    "(SM90: (256, 256) with (2, 1), (128, 256) with (1, 2), (256, 192) with (2, 1), (128, 128) with (1, 1), "
     "(64, 128) with (1, 1); SM100: (256, 256) with (2, 1), (128, 256) with (1, 1))"
 )
 
@@ -243,7 +243,8 @@ def test_a_tile_that_is_not_compiled(monkeypatch, wish, found, capabilities):
     ("wish", "compiled_for"),
     [
         ({"mma_tiler_mn": (256, 192)}, {"90"}),
-        ({"mma_tiler_mn": (128, 256), "cluster_shape_mn": (1, 1)}, {"90", "100"}),
+        ({"mma_tiler_mn": (128, 256), "cluster_shape_mn": (1, 1)}, {"100"}),
+        ({"mma_tiler_mn": (128, 256), "cluster_shape_mn": (1, 2)}, {"90"}),
         ({"mma_tiler_mn": [256, np.int64(256)]}, {"90", "100"}),
         ({"cluster_shape_mn": (1, 1)}, {"90", "100"}),
     ],

@@ -252,7 +252,7 @@ def test_reference_on_gpu(rng):
 
 @pytest.mark.parametrize("weights", ["dense", "tuple", "pointers"])
 @pytest.mark.parametrize("l", [1, 16, 1000])
-def test_no_temporaries_but_the_maps(weights, l):
+def test_no_temporaries_but_the_maps_and_the_counter(weights, l):
     m, n, k = 4096, 1024, 1024
     a, offsets = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((l,), jnp.int32)
     b = {
@@ -265,8 +265,8 @@ def test_no_temporaries_but_the_maps(weights, l):
         return grouped_gemm(a, **({"b_ptrs": b, "n": n} if weights == "pointers" else {"b": b}), offsets=offsets)
 
     analysis = jax.jit(program).lower(a, b, offsets).compile().memory_analysis()
-    # Two results, D and the maps, make a tuple, whose table of addresses is XLA's.
-    assert analysis.temp_size_in_bytes <= (0 if weights == "dense" else 128 * l + 256)
+    # Several results, D and these, make a tuple, whose table of addresses is XLA's.
+    assert analysis.temp_size_in_bytes <= (0 if weights == "dense" else 128 * l) + 128 + 256
     assert analysis.output_size_in_bytes == 2 * m * n
 
 

@@ -328,16 +328,17 @@ def test_one_program_for_both_platforms(built):
     ("l", "rows", "n", "k", "tile"),
     [
         (8, 4096, 4096, 7168, "128x256x64_cluster2x1"),
-        # Fewer waves, or columns, of a smaller tile.
-        (128, 256, 5760, 2880, "128x192x64_cluster2x1"),
-        (2, 505, 16016, 528, "128x192x64_cluster2x1"),
-        (31, 587, 6712, 544, "128x192x64_cluster2x1"),
-        (45, 3658, 1408, 3008, "128x256x64_cluster1x1"),
-        (19, 42, 528, 632, "128x128x64_cluster1x1"),
-        (35, 2, 576, 640, "128x128x64_cluster1x1"),
-        # A smaller one would be padded less, but rows begin inside of a sector.
-        (23, 2831, 11120, 696, "128x256x64_cluster2x1"),
-        (41, 357, 1176, 1272, "128x256x64_cluster2x1"),
+        (36, 163913 / 36, 1832, 3592, "128x256x64_cluster2x1"),
+        # Results of few rows or many columns,
+        (4, 1679, 1360, 8912, "128x256x64_cluster1x2"),
+        (6, 27, 16016, 14064, "128x256x64_cluster1x2"),
+        # few blocks per tile, or less padding,
+        (128, 256, 5760, 2880, "192x192x64_cluster1x1"),
+        (5, 132, 6664, 1344, "192x192x64_cluster1x1"),
+        (1, 4168, 1880, 2488, "192x192x64_cluster1x1"),
+        # or padding that no other has as little of.
+        (28, 34456 / 28, 736, 896, "128x128x64_cluster1x1"),
+        (1, 5543, 608, 2504, "128x128x64_cluster1x1"),
     ],
 )
 def test_the_tile_makes_few_and_short_waves(l, rows, n, k, tile):
@@ -352,7 +353,7 @@ def test_a_pair_of_ctas_has_rows_for_both(n, tile):
 
 @pytest.mark.parametrize("arch", config.TILES)
 def test_every_tile_has_a_name_for_callers(built, arch):
-    for tile in config.wgrad_tiles(arch):
+    for tile in config.WGRAD_TILES[arch]:
         wish = {"mma_tiler_mn": tile.mma_tiler_mn, "cluster_shape_mn": tile.cluster_shape_mn}
         line = custom_call(lower(**wish))
         assert re.search(rf'sm{arch} = "sm{arch}_wgrad_{tile}_bfloat16"', line)
@@ -419,10 +420,10 @@ WRONG_CALLS = {
     "tile": ({"mma_tiler_mn": (64, 64)}, "mma_tiler_mn and cluster_shape_mn must name a compiled tile"),
     "a forward tile": (
         {"mma_tiler_mn": (64, 128)},
-        "mma_tiler_mn and cluster_shape_mn must name a compiled tile (SM90: (256, 256) with (2, 1), (128, 256) with (1, 1), "
-        "(256, 192) with (2, 1), (128, 128) with (1, 1); SM100: (256, 256) with (2, 1), (128, 256) with (1, 1)); got (64, 128)",
+        "mma_tiler_mn and cluster_shape_mn must name a compiled tile (SM90: (256, 256) with (2, 1), (128, 256) with (1, 2), "
+        "(192, 192) with (1, 1), (128, 128) with (1, 1); SM100: (256, 256) with (2, 1), (128, 256) with (1, 1)); got (64, 128)",
     ),
-    "schedule": ({"use_dynamic_sched": 1}, "use_dynamic_sched must be True or False; got 1"),
+    "schedule": ({"use_dynamic_sched": 1}, "use_dynamic_sched must be True, False or None; got 1"),
     "margin": ({"overlap_margin": -1}, "overlap_margin must be an integer within [0, 2^31); got -1"),
 }
 

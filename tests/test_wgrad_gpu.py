@@ -55,7 +55,7 @@ def options_of(arm, **more):
     tile = options.pop("tile", None)
     if tile is None:
         return options
-    found = config.wgrad_tiles(arch_of_this_gpu())
+    found = config.WGRAD_TILES[arch_of_this_gpu()]
     if tile >= len(found):
         pytest.skip("this architecture has fewer tiles")
     return options | {"mma_tiler_mn": found[tile].mma_tiler_mn, "cluster_shape_mn": found[tile].cluster_shape_mn}
@@ -262,7 +262,7 @@ def test_writes_nothing_outside_d(rng, shape, d_dtype, accumulate):
     (m, n, k), guard = shape, 1 << 17
     hostile = [[100, 100, 257, 290], [-3, 500, 20, 2**31 - 1], [0, 0, 0, 0], [2**31 - 1] * 4]
     arch = arch_of_this_gpu()
-    for i, (tile, offsets) in enumerate(itertools.product(config.wgrad_tiles(arch), hostile)):
+    for i, (tile, offsets) in enumerate(itertools.product(config.WGRAD_TILES[arch], hostile)):
         variant = config.WgradVariant(arch, tile, d_dtype, accumulate)
         case = oracle.make_wgrad_case(
             rng, 4, m, n, k, offsets=offsets, alpha=i % 3 != 0, d_dtype=d_dtype, accumulate=accumulate
@@ -324,7 +324,7 @@ def test_accumulates_in_place(rng, dynamic):
 
 @gpu
 @results
-def test_no_temporaries(d_dtype, accumulate):
+def test_no_temporaries_but_the_counter(d_dtype, accumulate):
     l, m, n, k = 64, 4096, 1024, 512
     x, y = (jax.ShapeDtypeStruct((m, columns), jnp.bfloat16) for columns in (n, k))
     offsets = jax.ShapeDtypeStruct((l,), jnp.int32)
@@ -336,7 +336,7 @@ def test_no_temporaries(d_dtype, accumulate):
         donate_argnums=3,
     )
     analysis = run.lower(x, y, offsets, total).compile().memory_analysis()
-    assert analysis.temp_size_in_bytes == 0
+    assert analysis.temp_size_in_bytes <= 128 + 256
     assert analysis.output_size_in_bytes == l * n * k * (2 if d_dtype == "bfloat16" else 4)
 
 

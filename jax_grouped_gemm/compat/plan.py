@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped_gemm import calls, config, contract, direct, ffi_call, wgrad_call
+from jax_grouped_gemm import calls, config, contract, direct, ffi_call, selection
 from jax_grouped_gemm.compat import jax_arrays, strided, strided_wgrad, torch_tensors
 from jax_grouped_gemm.compat.dtypes import dtype_name
 
@@ -184,7 +184,7 @@ def _forward_plan(request, options, operands):
     arch = _target(request, device)
     extents = strided.check_layouts(options, operands)
     strided.check_outputs(options, operands)
-    call = _with_margin(request, device, arch, _call(request, options, operands, extents), ffi_call.tile_of)
+    call = _with_margin(request, device, arch, _call(request, options, operands, extents))
     bias = operands.bias_tensor
     fixed = {
         "the device": device,
@@ -224,7 +224,7 @@ def _wgrad_plan(request, options, operands):
         alpha=None,
         total=_struct((l, m, n), "float32") if adds else None,
     )
-    call = _with_margin(request, device, arch, contract.check_wgrad_call(native, arrays), wgrad_call.tile_of)
+    call = _with_margin(request, device, arch, contract.check_wgrad_call(native, arrays))
     aligned = strided.SM100_M_ALIGNED if request.entry.sm100 else 1
     return WgradPlan(call, aligned, a_copied=a_major != "m", b_copied=b_major != "n")
 
@@ -238,14 +238,14 @@ def _target(request, device):
     return None if capability is None else ffi_call.architecture(capability)
 
 
-def _with_margin(request, device, arch, call, tile_of):
-    """The call, whose tile is compiled, with the environment's margin. tile_of: of `config`, for an architecture and a call."""
+def _with_margin(request, device, arch, call):
+    """The call, whose tile is compiled, with the environment's margin."""
     contract.check_tile(call, () if arch is None else (arch,))
     if request.margin is None:
         return call
     if device is None:  # only now: asking JAX for GPUs makes it claim their memory, which may be torch's to use
         arch = next(iter(ffi_call.architectures()), None)
-    tile = tile_of(arch or (100 if request.entry.sm100 else 90), call)
+    tile = selection.tile_of(arch or (100 if request.entry.sm100 else 90), call)
     return dataclasses.replace(call, overlap_margin=_margin(request.margin, tile))
 
 

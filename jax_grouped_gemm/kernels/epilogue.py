@@ -3,7 +3,7 @@
 With bias C = alpha acc + prob bias, D = C; without C = alpha acc, D = prob C: the kernels compute C, store it if it is asked for, and make D of it.
 
 Shared by every architecture. A kernel hands over one slab of accumulators after another (SLAB_ROWS rows by `columns(dtype)` columns); only how the
-registers come to hold it differs. A slab goes through one of SLAB_STAGES buffers in shared memory, written by 128 threads, stored by the copy engine.
+registers come to hold it differs. A slab goes through one of a few buffers in shared memory, written by 128 threads, stored by the copy engine.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ from cutlass import BFloat16, Float16, Float32, Int32, Uint16, Uint32, pipeline
 from . import operands
 
 SLAB_BYTES = 128  # of a row in shared memory: one swizzle atom
-SLAB_STAGES = 2
 THREADS = 128  # that stage a slab, and a tile's bias, together
 
 
@@ -116,11 +115,12 @@ class SlabStore:
     atom: cute.CopyAtom
     m_d: cute.Tensor  # coordinates of D, or C: `ragged_rows` or `results` of operands.py
     type_code: Int32 | None  # which type of 16 bits; None: that of s_slabs
-    s_slabs: cute.Tensor  # (rows, columns, SLAB_STAGES * step) of this group of threads
+    s_slabs: cute.Tensor  # (rows, columns, stages * step) of this group of threads
     thr_s: cute.Tensor  # this thread's part of it
     tiled_copy: cute.TiledCopy
     warp: Int32
     barrier: pipeline.NamedBarrier
+    stages: int  # buffers
     step: int = 1  # every step-th buffer is used, where C's or D's take as much room as several of this
 
     @cute.jit
@@ -134,7 +134,7 @@ class SlabStore:
         shape = (cute.size(self.s_slabs, mode=[0]), cute.size(self.s_slabs, mode=[1]))
         stage = stage * self.step
         if self.warp == 0:
-            cute.arch.cp_async_bulk_wait_group(SLAB_STAGES - 1, read=True)
+            cute.arch.cp_async_bulk_wait_group(self.stages - 1, read=True)
         self.barrier.arrive_and_wait()
         cute.copy(self.tiled_copy, r_d, self.thr_s[None, None, None, stage])
         cute.arch.fence_proxy("async.shared", space="cta")

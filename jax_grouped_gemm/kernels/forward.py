@@ -78,6 +78,10 @@ class Forward(GroupedKernel):
         """Of the contraction, `tile.k` each."""
         return cute.ceil_div(problem.k, self.tile.k) if expert < problem.l else 0
 
+    def rows_end(self, problem, end):
+        """Of the result, for a tile of a group that ends there."""
+        return end
+
     def block_of_a(self, m_a, rows, begin, end, row, block):
         """(rows, tile.k) from the tile's first row on, or from a pair's."""
         return cute.local_tile(cute.domain_offset((row, 0), m_a), (rows, self.tile.k), (0, block))

@@ -55,6 +55,7 @@ class Blackwell(GroupedKernel):
             threads=32 * (SCHEDULER_WARP + 1),
             slab_rows=SLAB_ROWS,
             slab_groups=1,
+            slab_stages=2,
             stage_bytes=2 * tile.k * (tile.m + tile.n // self.pair),
             tile_readers=2 + EPILOGUE_WARPS,
         )
@@ -121,7 +122,7 @@ class Blackwell(GroupedKernel):
         if output not in self.outputs:
             return None
         return blackwell_helpers.make_smem_layout_epi(
-            self.outputs[output], utils.LayoutEnum.ROW_MAJOR, self.slab(output), epilogue.SLAB_STAGES
+            self.outputs[output], utils.LayoutEnum.ROW_MAJOR, self.slab(output), self.slab_stages
         )
 
     def _tiled_mma(self):
@@ -365,7 +366,7 @@ class Blackwell(GroupedKernel):
         store_atom = blackwell_helpers.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, dtype, Float32, tiled_load)
         tiled_copy = cute.make_tiled_copy_D(store_atom, tiled_load)
         thr_s = tiled_copy.get_slice(thread).partition_D(s_slabs)
-        slabs = epilogue.SlabStore(atom, m, type_code, s_slabs, thr_s, tiled_copy, warp, barrier)
+        slabs = epilogue.SlabStore(atom, m, type_code, s_slabs, thr_s, tiled_copy, warp, barrier, self.slab_stages)
         shape = thr_load.partition_D(s_slabs)[None, None, None, 0].shape
         return tiled_load, thr_load.partition_S(slabs_acc), shape, slabs
 
@@ -404,7 +405,7 @@ class Blackwell(GroupedKernel):
                 self.scale(output, r_acc, factors, cute.local_tile(s_bias[None, 0], (columns,), (slab,)))
             place = self.place(expert, row, end, col + slab * columns, SLAB_ROWS)
             slabs.store(slabs.tiled_copy.retile(r_acc), stage, place)
-            stage = (stage + 1) % epilogue.SLAB_STAGES
+            stage = (stage + 1) % self.slab_stages
         return stage
 
     @cute.jit

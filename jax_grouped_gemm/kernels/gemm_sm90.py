@@ -1,10 +1,11 @@
 """Grouped GEMM for Hopper: copy engine loads, warpgroup matrix instructions, copy engine stores.
 
-Warps of a CTA (384 threads):
-  warpgroup 0, warp 0   load: fills the stages of A and B
-               warp 1   scheduler: publishes tiles
+Warps of a CTA (384 or 512 threads):
+  warpgroup 0, warp 0     load: fills the stages of A and B
+               warp 1     scheduler: publishes tiles
                warps 2, 3 leave at once
-  warpgroups 1, 2       math and epilogue, each for half of the tile's rows, on its own: while one is in its epilogue the other has the matrix unit
+  warpgroups 1, 2 (and 3) math and epilogue, each for 64 of the tile's rows, on its own: while one is in its epilogue the others have the matrix unit.
+                          Where its rows are all past the result's, it only hands the stages back.
 
 Of the widest tile, with D of 16 bits, math warps keep what they converted in registers and store a slab of it with every block of the next tile, behind
 the matrix unit's back. Narrower tiles have too little to multiply per block for that, and D of 32 bits too many registers: they store at once.
@@ -29,25 +30,27 @@ from .scheduler import RING_STAGES
 from .wgrad import Wgrad
 
 WARPGROUP = 128
-MATH_WARPGROUPS = 2
 SLAB_ROWS = 64
 LOAD_WARP = 0
 SCHEDULER_WARP = 1
-LOAD_REGISTERS = 40
-MATH_REGISTERS = 232
+# Math warpgroups of a CTA -> registers of a thread that loads, and of one of theirs.
+REGISTERS = {2: (40, 232), 3: (32, 160)}
 DEFERRED_COLUMNS = 256
 
 
 class Hopper(GroupedKernel):
     def __init__(self, variant):
         self.swapped = variant.tile.swapped
+        self.math_warpgroups = (variant.tile.n if self.swapped else variant.tile.m) // SLAB_ROWS
         super().__init__(
             variant,
-            threads=WARPGROUP * (1 + MATH_WARPGROUPS),
+            threads=WARPGROUP * (1 + self.math_warpgroups),
             slab_rows=variant.tile.m if self.swapped else SLAB_ROWS,
-            slab_groups=MATH_WARPGROUPS,
+            slab_groups=self.math_warpgroups,
+            # Three have each other to hide behind, and need the memory for stages.
+            slab_stages=2 if self.math_warpgroups == 2 else 1,
             stage_bytes=2 * variant.tile.k * (variant.tile.m + variant.tile.n),
-            tile_readers=1 + 4 * MATH_WARPGROUPS,
+            tile_readers=1 + 4 * self.math_warpgroups,
         )
         self.defers = self.outputs["d"].width == 16 and self.tile.n == DEFERRED_COLUMNS
 
@@ -98,7 +101,7 @@ class Hopper(GroupedKernel):
             self.outputs[output],
             self.d_major,
             self.staged(output),
-            MATH_WARPGROUPS * epilogue.SLAB_STAGES * self.buffer_step(output),
+            self.math_warpgroups * self.slab_stages * self.buffer_step(output),
         )
 
     @property
@@ -180,7 +183,7 @@ class Hopper(GroupedKernel):
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, (tile.cluster_m + tile.cluster_n - 1) * 4 * MATH_WARPGROUPS
+                pipeline.Agent.Thread, (tile.cluster_m + tile.cluster_n - 1) * 4 * self.math_warpgroups
             ),
             tx_count=self.stage_bytes,
             cta_layout_vmnk=cute.make_layout((1, *cta_layout.shape)),
@@ -200,13 +203,13 @@ class Hopper(GroupedKernel):
 
         warpgroup_index = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         if warpgroup_index == 0:
-            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            cute.arch.setmaxregister_decrease(REGISTERS[self.math_warpgroups][0])
             if warp == SCHEDULER_WARP:
                 self.scheduler.publish_tiles(ring, problem)
             if warp == LOAD_WARP:
                 self.load(stages, ring, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout)
         else:
-            cute.arch.setmaxregister_increase(MATH_REGISTERS)
+            cute.arch.setmaxregister_increase(REGISTERS[self.math_warpgroups][1])
             self.compute(
                 stages, ring, s_a, s_b, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c,
                 problem, warpgroup_index - 1, tidx % WARPGROUP,
@@ -256,25 +259,25 @@ class Hopper(GroupedKernel):
         )
 
     @cute.jit
-    def compute(self, stages, ring, s_a, s_b, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c, problem, half, thread):
-        """A math warpgroup: accumulates rows [64 half, 64 half + 64) of the tile, or these columns, then scales, converts and stores them."""
+    def compute(self, stages, ring, s_a, s_b, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c, problem, wg, thread):
+        """A math warpgroup: accumulates rows [64 wg, 64 wg + 64) of the tile, or these columns, then scales, converts and stores them."""
         warp = cute.arch.make_warp_uniform(thread // 32)
         tiled_mma = self._tiled_mma()
         thr_mma = tiled_mma.get_slice(thread)
         if cutlass.const_expr(self.swapped):
             s_a, s_b = s_b, s_a
-        s_a_half = cute.local_tile(s_a, (SLAB_ROWS, self.tile.k, self.stages), (half, 0, 0))
-        r_a = tiled_mma.make_fragment_A(thr_mma.partition_A(s_a_half))
+        s_a_wg = cute.local_tile(s_a, (SLAB_ROWS, self.tile.k, self.stages), (wg, 0, 0))
+        r_a = tiled_mma.make_fragment_A(thr_mma.partition_A(s_a_wg))
         r_b = tiled_mma.make_fragment_B(thr_mma.partition_B(s_b))
         columns = self.tile.m if cutlass.const_expr(self.swapped) else self.tile.n
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((SLAB_ROWS, columns)), Float32)
         acc.fill(0.0)
 
-        barrier = pipeline.NamedBarrier(barrier_id=1 + half, num_threads=WARPGROUP)
-        bias = epilogue.BiasTile(s_bias[None, half], thread, barrier)
-        slabs_d = self.slab_store("d", atom_d, m_d, s_d, problem.d_type, tiled_mma, half, thread, barrier)
+        barrier = pipeline.NamedBarrier(barrier_id=1 + wg, num_threads=WARPGROUP)
+        bias = epilogue.BiasTile(s_bias[None, wg], thread, barrier)
+        slabs_d = self.slab_store("d", atom_d, m_d, s_d, problem.d_type, tiled_mma, wg, thread, barrier)
         if cutlass.const_expr(s_c is not None):
-            slabs_c = self.slab_store("c", atom_c, m_c, s_c, problem.c_type, tiled_mma, half, thread, barrier)
+            slabs_c = self.slab_store("c", atom_c, m_c, s_c, problem.c_type, tiled_mma, wg, thread, barrier)
 
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -297,6 +300,15 @@ class Hopper(GroupedKernel):
             if cutlass.const_expr(self.has_bias):
                 bias_bits = bias.fetch(problem, expert, group, col)
             num_blocks = self.num_blocks(problem, expert, begin, end)
+            if self.past_result(problem, end, row, col, wg):
+                for _ in cutlass.range(num_blocks, unroll=1):
+                    stages.consumer_wait(state)
+                    # No matrix instruction holds the lanes together: one that had not seen this stage when it is handed back might miss it.
+                    cute.arch.sync_warp()
+                    stages.consumer_release(state)
+                    state.advance()
+                    release.advance()
+                num_blocks = 0
             for i in cutlass.range(num_blocks, unroll=1):
                 stages.consumer_wait(state)
                 warpgroup.fence()
@@ -317,9 +329,9 @@ class Hopper(GroupedKernel):
                     pending_slab += 1
             # While the last block is multiplied: the factors, and the next tile.
             if cutlass.const_expr(self.swapped):
-                col += half * SLAB_ROWS
+                col += wg * SLAB_ROWS
             else:
-                row += half * SLAB_ROWS
+                row += wg * SLAB_ROWS
             if cutlass.const_expr(self.scaling is not None):
                 a = epilogue.load_scale(problem.alpha, group, num_blocks > 0)
                 if cutlass.const_expr(self.scaling == "rows"):
@@ -344,7 +356,7 @@ class Hopper(GroupedKernel):
             if cutlass.const_expr(self.has_bias):
                 bias.store(bias_bits, problem.bias_type)
             if cutlass.const_expr(self.scaling == "rows"):
-                self.scale(acc, a, factors, bias.s_bias, half, thread)
+                self.scale(acc, a, factors, bias.s_bias, wg, thread)
             elif cutlass.const_expr(self.scaling == "alpha"):
                 for i in cutlass.range_constexpr(cute.size(acc)):
                     acc[i] = acc[i] * a
@@ -363,7 +375,7 @@ class Hopper(GroupedKernel):
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def slab_store(self, output, atom, m, s_slabs, type_code, tiled_mma, half, thread, barrier):
+    def slab_store(self, output, atom, m, s_slabs, type_code, tiled_mma, wg, thread, barrier):
         """How a math warpgroup stores C or D."""
         dtype = self.outputs[output]
         # The layout of accumulators over threads is that of the matrix store, whatever the type.
@@ -371,10 +383,10 @@ class Hopper(GroupedKernel):
         copy_atom = hopper_helpers.get_smem_store_op(self.d_major, dtype, Float32)
         tiled_copy = cute.make_tiled_copy_S(copy_atom, cute.make_tiled_copy_C_atom(matrix_store, tiled_mma))
         step = self.buffer_step(output)
-        s_half = cute.local_tile(s_slabs, (*self.staged(output), epilogue.SLAB_STAGES * step), (0, 0, half))
-        thr_s = tiled_copy.get_slice(thread).partition_D(s_half)
+        s_wg = cute.local_tile(s_slabs, (*self.staged(output), self.slab_stages * step), (0, 0, wg))
+        thr_s = tiled_copy.get_slice(thread).partition_D(s_wg)
         warp = cute.arch.make_warp_uniform(thread // 32)
-        return epilogue.SlabStore(atom, m, type_code, s_half, thr_s, tiled_copy, warp, barrier, step)
+        return epilogue.SlabStore(atom, m, type_code, s_wg, thr_s, tiled_copy, warp, barrier, self.slab_stages, step)
 
     @staticmethod
     def slab_of(slabs, acc, slab):
@@ -397,7 +409,7 @@ class Hopper(GroupedKernel):
         """All slabs of a warpgroup's rows; the stage after the last."""
         for slab in cutlass.range_constexpr(self.num_slabs(output)):
             slabs.store(self.slab_of(slabs, acc, slab), stage, self.place_slab(output, place, slab))
-            stage = (stage + 1) % epilogue.SLAB_STAGES
+            stage = (stage + 1) % self.slab_stages
         return stage
 
     @cute.jit
@@ -417,7 +429,7 @@ class Hopper(GroupedKernel):
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = pending[slab * cute.size(words) + i]
         slabs.stage(r_d, stage, self.place_slab("d", place, slab))
-        return (stage + 1) % epilogue.SLAB_STAGES
+        return (stage + 1) % self.slab_stages
 
     @cute.jit
     def flush(self, slabs, pending, first, stage, place):
@@ -426,6 +438,15 @@ class Hopper(GroupedKernel):
             if slab >= first:
                 stage = self.store_pending(slabs, pending, slab, stage, place)
         return stage
+
+    @cute.jit
+    def past_result(self, problem, end, row, col, wg):
+        """A math warpgroup's part of a tile has nothing of the result."""
+        if cutlass.const_expr(self.swapped):
+            col += wg * SLAB_ROWS
+        else:
+            row += wg * SLAB_ROWS
+        return row >= self.rows_end(problem, end) or col >= self.scheduler.result_cols(problem)
 
     # Where a thread's accumulators lie. The matrix unit's row of accumulator i is 16 warp + lane / 4 + 8 (i / 2 % 2) of the
     # warpgroup's, its column 8 (i / 4) + 2 (lane % 4) + i % 2.
@@ -443,20 +464,20 @@ class Hopper(GroupedKernel):
             return index // 2 * 8 + lane % 4 * 2 + index % 2
         return thread // 32 * 16 + lane // 4 + index * 8
 
-    def column_of(self, i, half, thread):
+    def column_of(self, i, wg, thread):
         """Of the tile, accumulator i's."""
         lane = thread % 32
         if self.swapped:
-            return half * SLAB_ROWS + thread // 32 * 16 + lane // 4 + i // 2 % 2 * 8
+            return wg * SLAB_ROWS + thread // 32 * 16 + lane // 4 + i // 2 % 2 * 8
         return i // 4 * 8 + lane % 4 * 2 + i % 2
 
     @cute.jit
-    def scale(self, acc, a, factors, s_bias, half, thread):
+    def scale(self, acc, a, factors, s_bias, wg, thread):
         """From A B^T to what is stored first: C, or D where C is not."""
         for i in cutlass.range_constexpr(cute.size(acc)):
             prob, of_bias, _ = factors[self.row_index(i)]
             if cutlass.const_expr(self.has_bias):
-                acc[i] = acc[i] * a + of_bias * s_bias[self.column_of(i, half, thread)]
+                acc[i] = acc[i] * a + of_bias * s_bias[self.column_of(i, wg, thread)]
             else:
                 acc[i] = acc[i] * a * prob
 

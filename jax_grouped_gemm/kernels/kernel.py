@@ -16,7 +16,7 @@ SHARED_BYTES = 232448 - 1024  # of an SM, less what barriers, ring and alignment
 class GroupedKernel:
     """One variant of `config`.
 
-    threads: of a CTA. slab_rows: rows of D that one group of 128 threads stages and stores. slab_groups: such groups.
+    threads: of a CTA. slab_rows: rows of D that one group of 128 threads stages and stores. slab_groups: such groups. slab_stages: buffers of each.
     tile_readers: warps that read the scheduler's tiles.
 
     An operation sets, before this:
@@ -29,7 +29,7 @@ class GroupedKernel:
     has_bias = False
     store_op = cpasync.CopyBulkTensorTileS2GOp
 
-    def __init__(self, variant, *, threads, slab_rows, slab_groups, stage_bytes, tile_readers):
+    def __init__(self, variant, *, threads, slab_rows, slab_groups, slab_stages, stage_bytes, tile_readers):
         tile = variant.tile
         self.variant = variant
         self.tile = tile
@@ -38,8 +38,9 @@ class GroupedKernel:
         self.scheduler = self.make_scheduler(tile, tile_readers)
         self.slab_rows = slab_rows
         self.slab_groups = slab_groups
+        self.slab_stages = slab_stages
         self.stage_bytes = stage_bytes  # of A and B, one CTA's
-        self.stages = (SHARED_BYTES - slab_groups * epilogue.SLAB_STAGES * self.buffer_bytes()) // stage_bytes
+        self.stages = (SHARED_BYTES - slab_groups * slab_stages * self.buffer_bytes()) // stage_bytes
 
     def slab(self, output):
         """(rows, columns) of C or D in one copy."""

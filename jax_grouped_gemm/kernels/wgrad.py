@@ -65,6 +65,9 @@ class Wgrad(GroupedKernel):
         """Of the contraction, `tile.k` rows each."""
         return cute.ceil_div(end - begin, self.tile.k)
 
+    def rows_end(self, problem, end):
+        return problem.n
+
     def block_of_a(self, m_a, columns, begin, end, row, block):
         return self._block(m_a, columns, begin, end, row, block)
 

@@ -23,7 +23,7 @@ def problems(variant):
 
 def forward_problems(tile):
     """For one tile: rows and columns of a cluster, tails of everything, and enough tiles that every ring wraps."""
-    rows, cols = tile.m * tile.cluster_m, tile.n
+    rows, cols = tile.m * tile.cluster_m, tile.n * tile.cluster_n
     # Four times as many groups as the scheduler warp has lanes; most are empty, in two of the four all, and one has more
     # cluster rows than a band.
     sizes = [0] * 128
@@ -120,18 +120,18 @@ def work(variant, case):
     if device.is_wgrad(variant):
         return wgrad.work(variant, case)
     tile, k, n = variant.tile, case.a.shape[1], case.b.shape[1 if case.b_major == "k" else 2]
-    rows = tile.m * tile.cluster_m
+    rows, cols = tile.m * tile.cluster_m, tile.n * tile.cluster_n
 
     def tiles(groups):
-        return sum(-(-(end - begin) // rows) for begin, end in groups) * -(-n // tile.n)
+        return sum(-(-(end - begin) // rows) for begin, end in groups) * -(-n // cols)
 
     groups = case.groups()
     multiplied = [group for g, group in enumerate(groups) if case.expert(g) is not None]
-    block = 2 * tile.k * (tile.m * tile.cluster_m + tile.n)  # of A and B, a whole cluster's
+    block = 2 * tile.k * (rows + cols)  # of A and B, a whole cluster's
     outputs = ("D", "C") if case.generate_c else ("D",)
     element = sum(4 if case.dtype_of(output) == "float32" else 2 for output in outputs)
     tail = [(case.end(), case.a.shape[0])]
-    return tiles(multiplied) * -(-k // tile.k) * block, tiles(groups + tail) * rows * tile.n * element
+    return tiles(multiplied) * -(-k // tile.k) * block, tiles(groups + tail) * rows * cols * element
 
 
 def run(variant, problem, case, i, policy, seed):

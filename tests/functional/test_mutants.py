@@ -10,7 +10,7 @@ from jax_grouped_gemm import config
 KERNELS = (
     "sm90_forward_128x128x64_cluster1x1_bn_dense_float16_scaled",
     "sm100_forward_128x256x64_cluster2x1_pair_bn_pointers_bfloat16_bias",
-    "sm90_wgrad_128x192x64_cluster2x1_float32_accumulate",
+    "sm90_wgrad_192x192x64_cluster1x1_float32_accumulate",
     "sm100_wgrad_128x256x64_cluster2x1_pair_bfloat16",
 )
 SYNCHRONIZATION = (

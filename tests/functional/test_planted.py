@@ -15,12 +15,13 @@ from jax_grouped_gemm import config
 
 PACKAGE = pathlib.Path(jax_grouped_gemm.__file__).parent
 HOPPER = "sm90_forward_128x192x64_cluster2x1_bn_pointers_bfloat16_bias"
+HOPPER_ONE = "sm90_forward_128x128x64_cluster1x1_bn_pointers_16bit_c_float32"
 HOPPER_DEFERS = "sm90_forward_128x256x64_cluster2x1_bk_dense_16bit_c_float32"
 HOPPER_SWAPPED = "sm90_forward_64x128x64_cluster1x1_swapped_bn_pointers_16bit_c_float32"
 BLACKWELL = "sm100_forward_128x256x64_cluster2x1_pair_bk_dense_float16_scaled"
 BLACKWELL_ONE = "sm100_forward_128x256x64_cluster1x1_bn_pointers_16bit_c_16bit"
 WGRAD_ONE = "sm90_wgrad_128x128x64_cluster1x1_bfloat16"
-WGRAD_ADDS = "sm90_wgrad_128x192x64_cluster2x1_float32_accumulate"
+WGRAD_ADDS = "sm90_wgrad_192x192x64_cluster1x1_float32_accumulate"
 WGRAD_PAIR = "sm100_wgrad_128x256x64_cluster2x1_pair_bfloat16"
 WGRAD_STORES = "sm100_wgrad_128x256x64_cluster1x1_float32"
 
@@ -64,8 +65,8 @@ MISTAKES = {
     "a slab is written while it is being stored": (
         BLACKWELL_ONE,
         "epilogue",
-        "cp_async_bulk_wait_group(SLAB_STAGES - 1, read=True)",
-        "cp_async_bulk_wait_group(SLAB_STAGES, read=True)",
+        "cp_async_bulk_wait_group(self.stages - 1, read=True)",
+        "cp_async_bulk_wait_group(self.stages, read=True)",
         {"race"},
     ),
     "a slab is stored without the proxy fence": (
@@ -302,17 +303,45 @@ MISTAKES = {
         "            if num_blocks >= 0:\n                expert, group",
         {"deadlock", "barrier"},
     ),
+    "lanes part before a stage is handed back that nobody multiplied": (
+        HOPPER_ONE,
+        "gemm_sm90",
+        "might miss it.\n                    cute.arch.sync_warp()\n",
+        "might miss it.\n",
+        {"deadlock"},
+    ),
+    "a warpgroup with one row is taken for one without": (
+        HOPPER,
+        "gemm_sm90",
+        "return row >= self.rows_end(problem, end)",
+        "return row + 1 >= self.rows_end(problem, end)",
+        {"result"},
+    ),
+    "a stage that nobody multiplied is kept": (
+        WGRAD_ONE,
+        "gemm_sm90",
+        "                    stages.consumer_release(state)\n",
+        "",
+        {"deadlock"},
+    ),
+    "of weight gradients, rows end where the group's do": (
+        WGRAD_ADDS,
+        "wgrad",
+        "        return problem.n\n",
+        "        return end\n",
+        {"result"},
+    ),
     "of a swapped tile, warpgroups share rows instead of columns": (
         HOPPER_SWAPPED,
         "gemm_sm90",
-        "                col += half * SLAB_ROWS",
-        "                row += half * SLAB_ROWS",
+        "                col += wg * SLAB_ROWS\n            else",
+        "                row += wg * SLAB_ROWS\n            else",
         {"result", "unwritten", "race"},
     ),
     "of a swapped tile, the bias is that of the other columns": (
         HOPPER_SWAPPED,
         "gemm_sm90",
-        "return half * SLAB_ROWS + thread // 32 * 16",
+        "return wg * SLAB_ROWS + thread // 32 * 16",
         "return thread // 32 * 16",
         {"result"},
     ),

@@ -13,7 +13,7 @@ from problem import Problem
 from jax_grouped_gemm import config
 
 ROLES = {
-    90: {"load": range(1), "scheduler": range(1, 2), "math, epilogue": range(4, 12)},
+    90: {"load": range(1), "scheduler": range(1, 2), "math, epilogue": range(4, 16)},
     100: {"load": range(5, 6), "scheduler": range(6, 7), "math": range(4, 5), "epilogue": range(4)},
 }
 # Whole tiles, and enough of them that starting and ending does not count for much. K is contracted: of weight gradients, the rows of a group.
@@ -24,15 +24,15 @@ def measure(variant):
     """{what: number per tile of one CTA}"""
     tile = variant.tile
     if device.is_wgrad(variant):
-        problem = Problem("statistics", (K,), K, ROWS, tile.n)
+        problem = Problem("statistics", (K,), K, ROWS, tile.n * tile.cluster_n)
     else:
-        problem = Problem("statistics", (ROWS,), ROWS, tile.n, K)
+        problem = Problem("statistics", (ROWS,), ROWS, tile.n * tile.cluster_n, K)
     case = sweep.make_case(variant, problem, 0)
     device.register_with_prologues(variant)
     device.statistics()
     device.run(variant, case, clusters=1, policy="eager")
     found = device.statistics()
-    tiles = ROWS // tile.m
+    tiles = -(-ROWS // tile.m) * tile.cluster_n
     row = {}
     for role, warps in ROLES[variant.arch].items():
         row[f"statements: {role}"] = sum(found.get(f"statements of warp {warp}", 0) for warp in warps) / tiles

@@ -7,7 +7,7 @@ from problem import Problem
 
 def problems(tile):
     """For one tile: rows and columns of a cluster, and tails of everything."""
-    rows, cols = tile.m * tile.cluster_m, tile.n
+    rows, cols = tile.m * tile.cluster_m, tile.n * tile.cluster_n
     rng = np.random.default_rng(0)
     sizes = rng.choice([0, 0, 0, 1, 5, 64], 70)
     experts = [i - 6 for i in rng.permutation(70).tolist()]
@@ -56,12 +56,12 @@ def make_case(rng, variant, problem, alpha, exact):
 def work(variant, case):
     """(bytes that the copy engine must load, bytes that it must store): every tile once, none twice, none in vain."""
     tile = variant.tile
-    rows, n, k = tile.m * tile.cluster_m, case.x.shape[1], case.y.shape[1]
-    tiles = -(-n // rows) * -(-k // tile.n)
+    rows, cols, n, k = tile.m * tile.cluster_m, tile.n * tile.cluster_n, case.x.shape[1], case.y.shape[1]
+    tiles = -(-n // rows) * -(-k // cols)
     loaded = stored = 0
     for begin, end, expert in case.groups():
         if expert is not None:
-            loaded += tiles * -(-(end - begin) // tile.k) * 2 * tile.k * (rows + tile.n)
+            loaded += tiles * -(-(end - begin) // tile.k) * 2 * tile.k * (rows + cols)
             if begin < end or not variant.accumulate:
-                stored += tiles * rows * tile.n * (4 if variant.d_dtype == "float32" else 2)
+                stored += tiles * rows * cols * (4 if variant.d_dtype == "float32" else 2)
     return loaded, stored

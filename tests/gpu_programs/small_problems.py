@@ -80,7 +80,7 @@ def wgrad(rng, arch):
     """Every kernel of weight gradients, with groups that are each an expert's and with others."""
     count = 0
     for tile, (d_dtype, accumulate), mapped in itertools.product(
-        config.wgrad_tiles(arch), config.WGRAD_RESULTS, (False, True)
+        config.WGRAD_TILES[arch], config.WGRAD_RESULTS, (False, True)
     ):
         experts, offsets = ((2, 0, -1, 1, 9, 3), None) if mapped else (None, OFFSETS[count // 2 % 3])
         groups = 6 if mapped else 4

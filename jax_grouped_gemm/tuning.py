@@ -1,0 +1,206 @@
+"""`tune`: times every compiled kernel for the calls that a program makes, and writes down the fastest."""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_grouped_gemm import calls, config, contract, ffi_call, selection, tuned, wgrad_call
+from jax_grouped_gemm.timing import Arm, calibrate, interleave, summarize
+
+ROUNDS = 5
+BURST_SECONDS = 0.01
+L2_BYTES = (
+    1 << 27
+)  # of operands and results together; smaller calls take turns with several sets, as weights of a model would
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What was found for one call.
+
+    facts: what the choice depends on. mma_tiler_mn, cluster_shape_mn, use_dynamic_sched: as the arguments of `grouped_gemm`.
+    seconds: of a call, in the mean of the loads. seconds_of_rule: with what the package chose so far.
+    """
+
+    facts: dict
+    mma_tiler_mn: tuple[int, int]
+    cluster_shape_mn: tuple[int, int]
+    use_dynamic_sched: bool
+    seconds: float
+    seconds_of_rule: float
+
+
+def tune(function, *args, path, loads=None, **kwargs):
+    """Finds the fastest compiled kernel for every call of grouped GEMM in a program, on this process's GPU.
+
+    The package chooses a tile and a schedule by a rule, which is a few percent off on average. This times what there is to
+    choose from instead, with operands of its own: `function` is lowered, not run. Programs that are lowered from now on use
+    what was found (see `use_tuned`); compile those that exist already again.
+
+    Args:
+      function: as for `jax.jit`, with what is static bound to it (`functools.partial`); e.g. a whole training step, whose backward
+        pass is tuned too.
+      *args, **kwargs: its arguments, or `jax.ShapeDtypeStruct`s in their place.
+      path: a JSON file, which keeps what it has for other calls. A line is a call: it is for committing beside the program.
+      loads: the rows that experts get, since a program is lowered without: a list of 1-D arrays of relative sizes, each for
+        the calls with as many groups. By default an equal share each, and shares as unequal as routers make them
+        (Dirichlet(2)); the mean of both decides.
+
+    Returns:
+      A list of `Tuned`, one per distinct call, slowest first.
+
+    Raises:
+      RuntimeError: this process has no GPU that the kernels run on.
+      ValueError: no call of `function` uses the kernels; `loads` is malformed; `path` is a file of something else.
+    """
+    if not ffi_call.architectures():
+        raise contract.nothing_to_tune_on()
+    loads = _checked(loads)
+    before = tuned.read(path) if pathlib.Path(path).exists() else {}
+    found = _distinct(recorded_calls(function, *args, **kwargs))
+    if not found:
+        raise contract.nothing_to_tune()
+    (arch, *_) = ffi_call.architectures()
+    entries, results = {}, []
+    for i, (facts, call) in enumerate(found.items()):
+        start = time.monotonic()
+        entry = _fastest(_time_all(candidates(arch, call), call, loads))
+        entries[facts] = entry
+        results.append(Tuned(dict(facts), *_named(entry)))
+        gain = entry.of_rule / entry.seconds - 1
+        print(
+            f"tune: {i + 1} of {len(found)}: {_text(facts)}: {entry.tile}, {'dynamic' if entry.dynamic else 'static'}, "
+            f"{entry.seconds * 1e6:.1f} us, {gain:.1%} faster than the rule's ({time.monotonic() - start:.0f} s)",
+            file=sys.stderr,
+            flush=True,
+        )
+    tuned.write(path, before | entries)
+    tuned.use(path)
+    return sorted(results, key=lambda result: -result.seconds)
+
+
+def _checked(loads):
+    if loads is None:
+        return None
+    arrays = [np.asarray(load, np.float64) for load in loads]
+    for load in arrays:
+        if load.ndim != 1 or not (np.isfinite(load).all() and (load >= 0).all() and load.sum() > 0):
+            raise contract.bad_load(load)
+    return arrays
+
+
+def recorded_calls(function, *args, **kwargs):
+    """Those that the kernels would do. Lowered under another name than `function`, which JAX may remember.
+
+    Where XLA partitions a program over several devices, what one of them does is known once it is compiled.
+    """
+    with selection.recorded() as found:
+        lowered = jax.jit(lambda *args, **kwargs: function(*args, **kwargs)).lower(*args, **kwargs)
+        if jax.device_count() > 1:
+            lowered.compile()
+    return found
+
+
+def _distinct(found):
+    """{what a choice depends on: call}, of calls that leave the choice to the package."""
+    (arch, *_) = ffi_call.architectures()
+    free = [call for call in found if (call.mma_tiler_mn, call.cluster_shape_mn) == (None, None)]
+    return {tuple(sorted(tuned.key(arch, call).items())): call for call in free}
+
+
+def candidates(arch, call):
+    """{(tile, dynamic): call} of all that is compiled, as far as the call leaves the schedule open."""
+    tiles = config.WGRAD_TILES[arch] if isinstance(call, calls.WgradCall) else config.TILES[arch]
+    schedules = (False, True) if call.dynamic is None else (call.dynamic,)
+    return {
+        (tile, dynamic): dataclasses.replace(
+            call, mma_tiler_mn=tile.mma_tiler_mn, cluster_shape_mn=tile.cluster_shape_mn, dynamic=dynamic
+        )
+        for tile in tiles
+        for dynamic in schedules
+    }
+
+
+def _time_all(options, call, loads):
+    """{(tile, dynamic): seconds}, and under None those of what the package chooses so far."""
+    options = {None: call, **options}
+    seconds = dict.fromkeys(options, 0.0)
+    sizes = _group_sizes(call, loads)
+    operands = _operands(call)
+    for ends in sizes:
+        arms = {option: _arm(asked, operands, ends) for option, asked in options.items()}
+        for arm in arms.values():
+            calibrate(arm, ROUNDS, BURST_SECONDS)
+        interleave(arms)
+        for option, arm in arms.items():
+            seconds[option] += summarize(arm.samples).median / len(sizes)
+    return seconds
+
+
+def _fastest(seconds):
+    of_rule = seconds.pop(None)
+    (tile, dynamic), best = min(seconds.items(), key=lambda item: item[1])
+    return tuned.Entry(tile, dynamic, best, of_rule)
+
+
+def _group_sizes(call, loads):
+    """Ends of the groups, (G,) int32, for each load."""
+    rng = np.random.default_rng(0)
+    shares = [np.ones(call.groups), rng.dirichlet(np.full(call.groups, 2.0))]
+    if loads is not None:
+        shares = [load for load in loads if load.size == call.groups] or shares
+    return [
+        jnp.asarray(np.rint(np.cumsum(share) / share.sum() * call.m).astype(np.int32))
+        for share in shares[: 1 if call.groups == 1 else None]
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key, shape, dtype):
+    return jax.random.normal(key, shape, dtype)
+
+
+def _operands(call):
+    """Sets of a call's operands, without the ends. Numbers at random: zeros would take less power, and so less time."""
+    wgrad = isinstance(call, calls.WgradCall)
+    size = call.m * (call.n + call.k) + call.l * call.n * call.k
+    key = jax.random.key(0)
+
+    def one(i):
+        keys = jax.random.split(jax.random.fold_in(key, i), 3)
+        alpha = jnp.ones(call.groups, jnp.float32) if call.has_alpha else None
+        experts = jnp.arange(call.groups, dtype=jnp.int32) % call.l if call.has_experts else None
+        if wgrad:
+            total = jnp.zeros(call.d_shape, jnp.float32) if call.accumulate else None
+            x, y = _normal(keys[0], (call.m, call.n), jnp.bfloat16), _normal(keys[1], (call.m, call.k), jnp.bfloat16)
+            return calls.WgradOperands(x, y, None, experts, alpha, total)
+        prob = jnp.ones(call.m, jnp.float32) if call.has_prob else None
+        bias = jnp.ones((call.groups, call.n), jnp.bfloat16) if call.has_bias else None
+        a, b = _normal(keys[0], (call.m, call.k), jnp.bfloat16), _normal(keys[1], call.b_shape, jnp.bfloat16)
+        return calls.Operands(a, None, experts, alpha, prob, bias, (b,))
+
+    return [one(i) for i in range(min(16, max(1, -(-L2_BYTES // (2 * size)))))]
+
+
+def _arm(call, operands, ends):
+    bind = wgrad_call.grouped_wgrad if isinstance(call, calls.WgradCall) else ffi_call.grouped_gemm
+    if not isinstance(call, calls.WgradCall):
+        call = dataclasses.replace(call, weights="dense")  # how they lie makes no difference to the choice
+    run = jax.jit(lambda operands: bind(call, operands)).lower(operands[0]._replace(offsets=ends)).compile()
+    given = [each._replace(offsets=ends) for each in operands]
+    return Arm(lambda i: run(given[i % len(given)]), jax.block_until_ready)
+
+
+def _named(entry):
+    return entry.tile.mma_tiler_mn, entry.tile.cluster_shape_mn, entry.dynamic, entry.seconds, entry.of_rule
+
+
+def _text(facts):
+    facts = dict(facts)
+    return f"{facts['product']} L={facts['groups']} M={facts['m']} N={facts['n']} K={facts['k']}"
