@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import arms, check, figures, report, shapes
 from benchmarks.run import as_jax, poison_outputs, progress
-from jax_grouped_gemm import config, ffi_call
+from jax_grouped_gemm import config, ffi_call, use_tuned
 from jax_grouped_gemm.timing import calibrate, interleave, summarize
 
 # So much work that the host keeps up, so little that many problems are timed.
@@ -82,6 +82,7 @@ def main(argv=None):
     if jax.default_backend() != "gpu" and not args.smoke:
         print("No GPU here: pass --smoke for one tiny problem.", file=sys.stderr)
         return 2
+    use_tuned(None)
     rng = np.random.default_rng(args.seed)
     (arch,) = ffi_call.architectures() or (90,)
     now = datetime.datetime.now(datetime.UTC)

@@ -79,6 +79,11 @@ WGRAD_TILES = {
 }
 
 
+def tiles(product):
+    """By architecture, those that "forward" or "wgrad" is compiled for."""
+    return {"forward": TILES, "wgrad": WGRAD_TILES}[product]
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """One compiled forward kernel: every field is a compile-time switch of the kernel.
@@ -170,6 +175,7 @@ def wished(tiles, mma_tiler_mn=None, cluster_shape_mn=None):
 
 # SMs of the GPUs that the rules below have in mind: H100 SXM and H200; B200.
 SMS = {90: 132, 100: 148}
+MEASURED = 90  # the architecture whose times chose when to hand out tiles by a counter; others are static unless a caller says else
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,13 @@ def exactly_one(**arguments):
 
 def not_tuned(path, why):
     return ValueError(
-        f"{path} must be a file that jax_grouped_gemm.tune wrote; found {why}; tune again, with path naming another file"
+        f"{path} must be a file that jax_grouped_gemm.tune wrote; found {why}; name another, or delete it and tune again"
+    )
+
+
+def no_tuned_file(variable, path, error):
+    return ValueError(
+        f"{variable} must name a file that jax_grouped_gemm.tune wrote; found {path!r} ({error}); unset it, or tune"
     )
 
 
@@ -83,14 +89,22 @@ def nothing_to_tune_on():
 
 def nothing_to_tune():
     return ValueError(
-        "function must call grouped_gemm, or what uses its kernels, on the GPU and leave the tile open; found no such call; "
-        "pass the function that jax.jit gets, with its arguments"
+        "function must call grouped_gemm, or what uses its kernels, on the GPU, for whatever tile the package chooses; "
+        "found no such call; pass the function that jax.jit gets, without mma_tiler_mn, cluster_shape_mn and implementation in it"
     )
 
 
-def bad_load(load):
+def bad_load(index, found):
     return ValueError(
-        f"loads must be 1-D arrays of relative sizes, at least 0 and not all of them; got {load.tolist()}; pass rows per expert"
+        f"loads must be a list of 1-D arrays of relative sizes, finite, none negative and some above 0; got {found!r} at index {index}; "
+        "pass the rows of each expert"
+    )
+
+
+def unused_load(size, groups):
+    return ValueError(
+        f"each of loads must have as many sizes as some call has groups ({', '.join(map(str, groups))}); got one of {size}; "
+        "pass one size per expert"
     )
 
 
@@ -197,9 +211,7 @@ def _wgrad_dtype(options, total, default, shape):
 def check_tile(call, architectures):
     """The call's tile is compiled for one of these architectures, those of this process's GPUs; for any if it has none."""
     wish = call.mma_tiler_mn, call.cluster_shape_mn
-    found = {
-        arch: config.WGRAD_TILES[arch] if isinstance(call, WgradCall) else tiles for arch, tiles in config.TILES.items()
-    }
+    found = config.tiles("wgrad" if isinstance(call, WgradCall) else "forward")
     if any(config.wished(found[arch], *wish) for arch in architectures or found):
         return
     compiled = "; ".join(

@@ -2,13 +2,14 @@
 
 import collections
 import json
+import os
 import platform
 
 import jax
 import jaxlib
 
 import jax_grouped_gemm
-from jax_grouped_gemm import acceleration, config, ffi_call, library
+from jax_grouped_gemm import acceleration, config, ffi_call, library, tuned
 
 
 def collect():
@@ -25,6 +26,7 @@ def collect():
         "devices": _devices(),
         "implementation": _implementation(),
         "ragged_dot_accelerated": acceleration.active(),
+        "tuned": _tuned(),
     }
 
 
@@ -95,6 +97,14 @@ def _implementation():
     return {"name": "cutedsl" if choice.kernels else "reference", "why": choice.why}
 
 
+def _tuned():
+    """Calls for which something else than the rule chooses, and the file that the environment names."""
+    try:
+        return {"calls": len(tuned.in_use()), "file": os.environ.get(tuned.FILE) or None, "problem": None}
+    except ValueError as error:
+        return {"calls": 0, "file": os.environ[tuned.FILE], "problem": str(error)}
+
+
 def as_json():
     return json.dumps(collect(), indent=2)
 
@@ -112,6 +122,9 @@ def as_text():
         "accelerated on CUDA" if facts["ragged_dot_accelerated"] else f"JAX's own ({acceleration.SWITCH} is not 1)"
     )
     lines += [f"jax.lax.ragged_dot: {accelerated}"]
+    of_tuned = facts["tuned"]
+    of_file = f", of {of_tuned['file']}" if of_tuned["file"] else ""
+    lines += ["tuned: " + (of_tuned["problem"] or f"{of_tuned['calls']} calls{of_file}")]
     return "\n".join(lines)
 
 

@@ -10,26 +10,32 @@ _recordings: list[list] = []
 
 def tile_of(arch, call):
     """The `config.Tile` for an architecture, None where the caller's wish leaves none of it."""
+    entry = _tuned(arch, call)
+    if entry is not None:
+        return entry.tile
     wish = call.mma_tiler_mn, call.cluster_shape_mn
-    if wish == (None, None):
-        entry = tuned.entry(arch, call)
-        if entry is not None:
-            return entry.tile
     if isinstance(call, calls.WgradCall):
         return config.select_wgrad_tile(arch, call.l, call.m / call.groups, call.n, call.k, *wish)
     return config.select_tile(arch, call.groups, call.m, call.n, call.k, call.b_major, *wish)
 
 
 def scheduled(architectures, call):
-    """The call, static or dynamic. architectures: of this process's GPUs; where there are none, every one is looked up."""
+    """The call, static or dynamic. architectures: of this process's GPUs; where there are none, every one counts."""
     for recording in _recordings:
         recording.append(call)
     if call.dynamic is not None:
         return call
-    found = (tuned.entry(arch, call) for arch in architectures or config.TILES)
-    entry = next(filter(None, found), None)
-    dynamic = config.select_schedule(*_results(call)) if entry is None else entry.dynamic
+    architectures = architectures or tuple(config.TILES)
+    entry = next(filter(None, (_tuned(arch, call) for arch in architectures)), None)
+    if entry is not None:
+        return dataclasses.replace(call, dynamic=entry.dynamic)
+    dynamic = config.MEASURED in architectures and config.select_schedule(*_results(call))
     return dataclasses.replace(call, dynamic=dynamic)
+
+
+def _tuned(arch, call):
+    """What was measured for just this call, with its own choice of tile."""
+    return tuned.entry(arch, call) if (call.mma_tiler_mn, call.cluster_shape_mn) == (None, None) else None
 
 
 def _results(call):
@@ -41,10 +47,10 @@ def _results(call):
 
 @contextlib.contextmanager
 def recorded():
-    """A list of the calls that are lowered for the kernels meanwhile."""
+    """A list of the calls that are lowered for the kernels meanwhile, by any thread: XLA lowers a device's part in one of its own."""
     recording: list = []
     _recordings.append(recording)
     try:
         yield recording
     finally:
-        _recordings.remove(recording)
+        _recordings[:] = [other for other in _recordings if other is not recording]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 import sys
 import time
 
@@ -25,7 +24,7 @@ class Tuned:
     """What was found for one call.
 
     facts: what the choice depends on. mma_tiler_mn, cluster_shape_mn, use_dynamic_sched: as the arguments of `grouped_gemm`.
-    seconds: of a call, in the mean of the loads. seconds_of_rule: with what the package chose so far.
+    seconds: of a call, in the mean of the loads. seconds_of_rule: with what the package's rule chooses.
     """
 
     facts: dict
@@ -36,18 +35,21 @@ class Tuned:
     seconds_of_rule: float
 
 
-def tune(function, *args, path, loads=None, **kwargs):
+def tune(function, /, *args, path, loads=None, **kwargs):
     """Finds the fastest compiled kernel for every call of grouped GEMM in a program, on this process's GPU.
 
     The package chooses a tile and a schedule by a rule, which is a few percent off on average. This times what there is to
-    choose from instead, with operands of its own: `function` is lowered, not run. Programs that are lowered from now on use
-    what was found (see `use_tuned`); compile those that exist already again.
+    choose from instead, with operands of its own: `function` is lowered, not run. What is found is in use from then on, beside
+    what was before: compiled programs are forgotten (`jax.clear_caches`) and lowered anew at their next call. Other processes
+    use it by `use_tuned(path)`, or the environment variable JAX_GROUPED_GEMM_TUNED. A tile or a schedule that a call names goes
+    before it. Of a program of several processes, tune in one, and give all of them the file before they start.
 
     Args:
       function: as for `jax.jit`, with what is static bound to it (`functools.partial`); e.g. a whole training step, whose backward
         pass is tuned too.
-      *args, **kwargs: its arguments, or `jax.ShapeDtypeStruct`s in their place.
-      path: a JSON file, which keeps what it has for other calls. A line is a call: it is for committing beside the program.
+      *args, **kwargs: its arguments, or `jax.ShapeDtypeStruct`s in their place. One that is called `path` or `loads` has to be bound.
+      path: a JSON file, which keeps what it has for other calls, in a folder that exists; written after every call that is done.
+        A line is a call: it is for committing beside the program.
       loads: the rows that experts get, since a program is lowered without: a list of 1-D arrays of relative sizes, each for
         the calls with as many groups. By default an equal share each, and shares as unequal as routers make them
         (Dirichlet(2)); the mean of both decides.
@@ -57,41 +59,49 @@ def tune(function, *args, path, loads=None, **kwargs):
 
     Raises:
       RuntimeError: this process has no GPU that the kernels run on.
-      ValueError: no call of `function` uses the kernels; `loads` is malformed; `path` is a file of something else.
+      ValueError: no call of `function` leaves a choice; `loads` is malformed, or fits no call; `path` is a file of something else.
+      OSError: `path` cannot be written.
     """
     if not ffi_call.architectures():
         raise contract.nothing_to_tune_on()
     loads = _checked(loads)
-    before = tuned.read(path) if pathlib.Path(path).exists() else {}
-    found = _distinct(recorded_calls(function, *args, **kwargs))
+    tuned.merge(path, {})  # now rather than after minutes
+    (arch, *_) = ffi_call.architectures()
+    found = _distinct(arch, recorded_calls(function, *args, **kwargs))
     if not found:
         raise contract.nothing_to_tune()
-    (arch, *_) = ffi_call.architectures()
-    entries, results = {}, []
-    for i, (facts, call) in enumerate(found.items()):
+    for load in loads or ():
+        if load.size not in (groups := sorted({call.groups for call in found.values()})):
+            raise contract.unused_load(load.size, groups)
+    results = []
+    for i, (key, call) in enumerate(found.items()):
         start = time.monotonic()
-        entry = _fastest(_time_all(candidates(arch, call), call, loads))
-        entries[facts] = entry
-        results.append(Tuned(dict(facts), *_named(entry)))
-        gain = entry.of_rule / entry.seconds - 1
+        with tuned.nothing():
+            entry = _fastest(_time_all(candidates(arch, call), call, loads))
+        tuned.merge(path, {key: entry})
+        tuned.add({key: entry})
+        results.append(Tuned(dict(key), *_named(entry)))
         print(
-            f"tune: {i + 1} of {len(found)}: {_text(facts)}: {entry.tile}, {'dynamic' if entry.dynamic else 'static'}, "
-            f"{entry.seconds * 1e6:.1f} us, {gain:.1%} faster than the rule's ({time.monotonic() - start:.0f} s)",
+            f"tune: {i + 1} of {len(found)}: {_text(dict(key))}: {entry.tile}, {'dynamic' if entry.dynamic else 'static'}, "
+            f"{entry.seconds * 1e6:.1f} us; the rule's choice {entry.of_rule * 1e6:.1f} us ({time.monotonic() - start:.0f} s)",
             file=sys.stderr,
             flush=True,
         )
-    tuned.write(path, before | entries)
-    tuned.use(path)
     return sorted(results, key=lambda result: -result.seconds)
 
 
 def _checked(loads):
     if loads is None:
         return None
-    arrays = [np.asarray(load, np.float64) for load in loads]
-    for load in arrays:
-        if load.ndim != 1 or not (np.isfinite(load).all() and (load >= 0).all() and load.sum() > 0):
-            raise contract.bad_load(load)
+    arrays = []
+    for i, load in enumerate(loads):
+        try:
+            array = np.asarray(load, np.float64)
+        except (TypeError, ValueError):
+            raise contract.bad_load(i, load) from None
+        if array.ndim != 1 or not (np.isfinite(array).all() and (array >= 0).all() and (array > 0).any()):
+            raise contract.bad_load(i, load)
+        arrays.append(array / array.max())
     return arrays
 
 
@@ -107,28 +117,26 @@ def recorded_calls(function, *args, **kwargs):
     return found
 
 
-def _distinct(found):
-    """{what a choice depends on: call}, of calls that leave the choice to the package."""
-    (arch, *_) = ffi_call.architectures()
+def _distinct(arch, found):
+    """{key: call}, of calls that leave the tile to the package; both schedules are timed for each."""
     free = [call for call in found if (call.mma_tiler_mn, call.cluster_shape_mn) == (None, None)]
-    return {tuple(sorted(tuned.key(arch, call).items())): call for call in free}
+    return {tuned.key(arch, call): dataclasses.replace(call, dynamic=None) for call in free}
 
 
 def candidates(arch, call):
-    """{(tile, dynamic): call} of all that is compiled, as far as the call leaves the schedule open."""
-    tiles = config.WGRAD_TILES[arch] if isinstance(call, calls.WgradCall) else config.TILES[arch]
-    schedules = (False, True) if call.dynamic is None else (call.dynamic,)
+    """{(tile, dynamic): call} of all that is compiled."""
+    tiles = config.tiles("wgrad" if isinstance(call, calls.WgradCall) else "forward")[arch]
     return {
         (tile, dynamic): dataclasses.replace(
             call, mma_tiler_mn=tile.mma_tiler_mn, cluster_shape_mn=tile.cluster_shape_mn, dynamic=dynamic
         )
         for tile in tiles
-        for dynamic in schedules
+        for dynamic in (False, True)
     }
 
 
 def _time_all(options, call, loads):
-    """{(tile, dynamic): seconds}, and under None those of what the package chooses so far."""
+    """{(tile, dynamic): seconds}, and under None those of what the rule chooses."""
     options = {None: call, **options}
     seconds = dict.fromkeys(options, 0.0)
     sizes = _group_sizes(call, loads)
@@ -175,7 +183,9 @@ def _operands(call):
     def one(i):
         keys = jax.random.split(jax.random.fold_in(key, i), 3)
         alpha = jnp.ones(call.groups, jnp.float32) if call.has_alpha else None
-        experts = jnp.arange(call.groups, dtype=jnp.int32) % call.l if call.has_experts else None
+        # Each expert has one group, as on a device that has some of the experts; the other groups have none.
+        groups = np.arange(call.groups, dtype=np.int32)
+        experts = jnp.asarray(np.where(groups < call.l, groups, -1)) if call.has_experts else None
         if wgrad:
             total = jnp.zeros(call.d_shape, jnp.float32) if call.accumulate else None
             x, y = _normal(keys[0], (call.m, call.n), jnp.bfloat16), _normal(keys[1], (call.m, call.k), jnp.bfloat16)
@@ -189,12 +199,27 @@ def _operands(call):
 
 
 def _arm(call, operands, ends):
-    bind = wgrad_call.grouped_wgrad if isinstance(call, calls.WgradCall) else ffi_call.grouped_gemm
+    given = [each._replace(offsets=ends) for each in operands]
     if not isinstance(call, calls.WgradCall):
         call = dataclasses.replace(call, weights="dense")  # how they lie makes no difference to the choice
-    run = jax.jit(lambda operands: bind(call, operands)).lower(operands[0]._replace(offsets=ends)).compile()
-    given = [each._replace(offsets=ends) for each in operands]
-    return Arm(lambda i: run(given[i % len(given)]), jax.block_until_ready)
+        run = jax.jit(lambda operands: ffi_call.grouped_gemm(call, operands)).lower(given[0]).compile()
+        return Arm(lambda i: run(given[i % len(given)]), jax.block_until_ready)
+
+    def wgrad(total, operands):
+        return wgrad_call.grouped_wgrad(call, operands._replace(total=total))
+
+    # A sum is added to in place: each result is the next call's.
+    totals = [jnp.array(each.total) if call.accumulate else None for each in given]
+    given = [each._replace(total=None) for each in given]
+    add = jax.jit(wgrad, donate_argnums=0).lower(totals[0], given[0]).compile()
+
+    def next_wgrad(i):
+        i %= len(given)
+        d = add(totals[i], given[i])
+        totals[i] = d if call.accumulate else None
+        return d
+
+    return Arm(next_wgrad, jax.block_until_ready)
 
 
 def _named(entry):
@@ -202,5 +227,4 @@ def _named(entry):
 
 
 def _text(facts):
-    facts = dict(facts)
     return f"{facts['product']} L={facts['groups']} M={facts['m']} N={facts['n']} K={facts['k']}"

@@ -270,6 +270,7 @@ ROWS = {
         "generate_c": lambda: call(generate_c="yes"),
         "1 is not True": lambda: call(generate_c=1),
         "use_dynamic_sched": lambda: call(use_dynamic_sched=2),
+        "use_dynamic_sched None": lambda: call(use_dynamic_sched=None),
         "overlap_margin": lambda: call(overlap_margin=-1),
         "the environment's margin": margin,
         "current_stream": lambda: streams.handle("default"),

@@ -3,6 +3,7 @@
 Their errors are with those of the other names, in docs/errors.md; tests on a GPU in test_compat_gpu.py.
 """
 
+import dataclasses
 import types
 
 import compat_problems
@@ -13,8 +14,16 @@ import oracle
 import pytest
 
 import jax_grouped_gemm as package
-from jax_grouped_gemm import direct, ffi_call, grouped_gemm_wgrad_jax_sm100, grouped_gemm_wgrad_wrapper
-from jax_grouped_gemm.compat import jax_arrays
+from jax_grouped_gemm import (
+    calls,
+    direct,
+    ffi_call,
+    grouped_gemm_wgrad_jax_sm100,
+    grouped_gemm_wgrad_wrapper,
+    library,
+    selection,
+)
+from jax_grouped_gemm.compat import jax_arrays, through_xla
 
 LAYOUTS = pytest.mark.parametrize("a_major", ["m", "k"])
 B_LAYOUTS = pytest.mark.parametrize("b_major", ["n", "k"])
@@ -246,3 +255,18 @@ def test_an_enumeration_names_its_value(rng):
     case = problem(rng)
     order = types.SimpleNamespace(value="tensor2d")
     oracle.wgrad_check(jax_call(case, input_order=order).wgrad_tensor, case)
+
+
+def test_static_with_every_framework(monkeypatch):
+    """As the reference product, whatever the package would choose for a call of its own."""
+    monkeypatch.setattr(library, "manifest", lambda: {"build_id": "the build"})
+    call = calls.WgradCall(65536, 2048, 2048, 64, "bfloat16", False, None, dynamic=False)
+    assert selection.scheduled((90,), dataclasses.replace(call, dynamic=None)).dynamic is True
+    x = jax.ShapeDtypeStruct((call.m, call.n), jnp.bfloat16)
+    ends = jax.ShapeDtypeStruct((call.l,), jnp.int32)
+    text = (
+        through_xla._wgrad.trace(x, x, ends, None, call=call, checked=False)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
+    assert "dynamic = false" in text

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import jax_grouped_gemm
-from jax_grouped_gemm import ffi_call, info, library
+from jax_grouped_gemm import ffi_call, info, library, tuned
 
 
 def kernel(name, arch, kind, tile=(128, 256), cluster=(2, 1)):
@@ -120,4 +120,12 @@ def test_whether_ragged_dot_is_accelerated():
     command = [sys.executable, "-m", "jax_grouped_gemm", "--json"]
     environment = os.environ | {"JAX_GROUPED_GEMM_ACCELERATE": "1"}
     facts = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+    assert facts["tuned"] == {"calls": 0, "file": None, "problem": None}
     assert facts["ragged_dot_accelerated"] is True
+
+
+def test_a_tuned_file_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setattr(tuned, "_chosen", None)
+    monkeypatch.setenv(tuned.FILE, "/nowhere.json")
+    tuned._of_environment.cache_clear()
+    assert info.as_text().splitlines()[-1].startswith("tuned: JAX_GROUPED_GEMM_TUNED must name a file")

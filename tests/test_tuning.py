@@ -153,9 +153,9 @@ def test_the_file_keeps_what_it_has_and_is_a_line_per_call(tmp_path, times):
     assert {line.rstrip(",") for line in first} < {line.rstrip(",") for line in second}
     assert len(second) == len(first) + 1
     assert len(json.loads(path.read_text())["entries"]) == 2
-    again = tuned.read(path)
-    tuned.write(path, again)
+    tuned.merge(path, tuned.read(path))
     assert path.read_text().splitlines() == second
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
 def test_environment(tmp_path, times, monkeypatch):
@@ -179,12 +179,146 @@ def test_a_tile_that_is_no_longer_compiled(tmp_path, times, caplog):
     assert "a tile that this build does not have: tune again" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 2, "entries": []}', '{"format": 1, "entries": [{}]}', "{"])
+LINE = '"mma_tiler_mn": [128, 128], "cluster_shape_mn": [1, 1], "seconds": 1, "seconds_of_rule": 1, "product": "forward", "arch": 90'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b'{"format": 2, "entries": []}',
+        b'{"format": 1, "entries": [{}]}',
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        f'{{"format": 1, "entries": [{{{LINE}, "use_dynamic_sched": "no"}}]}}'.encode(),
+    ],
+    ids=["empty", "list", "format", "no entry", "cut", "binary", "deep", "type"],
+)
 def test_a_file_of_something_else(tmp_path, text):
     path = tmp_path / "other.json"
-    path.write_text(text)
+    path.write_bytes(text)
     with pytest.raises(ValueError, match=r"other\.json must be a file that jax_grouped_gemm\.tune wrote; found"):
         use_tuned(path)
+
+
+def test_entries_of_an_architecture_that_is_not_known_are_left_out(tmp_path):
+    path = tmp_path / "newer.json"
+    line = LINE.replace('"arch": 90', '"arch": 120') + ', "use_dynamic_sched": true'
+    path.write_text(f'{{"format": 1, "entries": [{{{line}}}, {{{LINE}, "use_dynamic_sched": true}}]}}')
+    assert [dict(facts)["arch"] for facts in tuned.read(path)] == [90]
+
+
+def test_programs_that_exist_are_lowered_anew(tmp_path, times):
+    """One jitted function all along: JAX remembers what it lowered."""
+    program = jax.jit(lambda a, b, ends: grouped_gemm(a, b, offsets=ends))
+
+    def kernel():
+        return f"_{WINNER}_" in program.trace(A, B, ENDS).lower().as_text()
+
+    assert not kernel()
+    times[WINNER, False] = 1.0
+    tune(program, A, B, ENDS, path=tmp_path / "tuned.json")
+    assert kernel()
+    use_tuned(None)
+    assert not kernel()
+    use_tuned(tmp_path / "tuned.json")
+    assert kernel()
+
+
+def test_what_was_tuned_before_stays_in_use(tmp_path, times):
+    tuned_to(tmp_path, times, d_dtype="float32")
+    times[WINNER, False] = 1.0
+    tune(lambda a, b, ends: grouped_gemm(a, b, offsets=ends), A, B, ENDS, path=tmp_path / "second.json")
+    assert f"_{WINNER}_" in kernel_of()[0]
+    assert f"_{WINNER}_" in kernel_of(d_dtype="float32")[0]
+
+
+def test_a_named_tile_has_the_schedule_of_the_rule(tmp_path, times):
+    tuned_to(tmp_path, times, (WINNER, False))
+    assert kernel_of()[1] is False
+    assert kernel_of(mma_tiler_mn=(256, 256))[1] is True
+
+
+def test_both_schedules_are_timed_where_one_call_names_its_own(tmp_path, times):
+    times[WINNER, False] = 1.0
+
+    def two(a, b, ends):
+        return grouped_gemm(a, b, offsets=ends), grouped_gemm(a, b, offsets=ends, use_dynamic_sched=True)
+
+    (found,) = tune(two, A, B, ENDS, path=tmp_path / "tuned.json")
+    assert found.use_dynamic_sched is False
+    assert times.timed[0][0].dynamic is None
+
+
+def test_what_a_choice_depends_on():
+    """Calls that differ in what makes other kernels, or other work, are tuned apart."""
+    calls_ = [
+        call_of(),
+        call_of(overlap_margin=64),
+        call_of(has_alpha=True),
+        call_of(has_bias=True),
+        call_of(d_dtype="float16"),
+        dataclasses.replace(call_of(), l=1, mapped_groups=L),
+        dataclasses.replace(call_of(), m=M + 1),
+        calls.WgradCall(M, N, K, L, "bfloat16", False, None),
+        calls.WgradCall(M, N, K, L, "float32", False, None),
+        calls.WgradCall(M, N, K, L, "float32", False, None, accumulate=True),
+    ]
+    assert len({tuned.key(90, call) for call in calls_}) == len(calls_)
+    assert tuned.key(90, call_of(weights="pointers")) == tuned.key(90, call_of(has_prob=False))
+
+
+def test_blackwell_is_static_unless_asked(monkeypatch):
+    """Nobody has timed it there."""
+    assert selection.scheduled((90,), call_of()).dynamic is True
+    assert selection.scheduled((100,), call_of()).dynamic is False
+    assert selection.scheduled((100,), call_of(dynamic=True)).dynamic is True
+    assert selection.scheduled((), call_of()).dynamic is True
+
+
+def test_recordings_end_alone():
+    with selection.recorded() as outer:
+        with selection.recorded() as inner:
+            selection.scheduled((90,), call_of())
+        selection.scheduled((90,), call_of(dynamic=True))
+    selection.scheduled((90,), call_of())
+    assert (len(outer), len(inner)) == (2, 1)
+
+
+def test_a_path_that_cannot_be_written_is_told_first(tmp_path, times):
+    with pytest.raises(OSError, match="none"):
+        tune(lambda a: a, A, path=tmp_path / "none" / "tuned.json")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match="must be a file that jax_grouped_gemm"):
+        tune(lambda a: a, A, path=tmp_path / "other.json")
+    assert not times.timed
+
+
+def test_the_rule_is_what_it_is_compared_with(tmp_path, times, monkeypatch):
+    """Not what was tuned before."""
+    seen = []
+    time_all = tuning._time_all
+    monkeypatch.setattr(tuning, "_time_all", lambda *args: (seen.append(tuned.in_use()), time_all(*args))[1])
+    tuned_to(tmp_path, times)
+    tuned_to(tmp_path, times)
+    assert seen == [{}, {}]
+
+
+def test_the_environment_names_a_file_that_is_not_there(monkeypatch, hopper):
+    monkeypatch.setattr(tuned, "_chosen", None)
+    monkeypatch.setenv(tuned.FILE, "/nowhere/tuned.json")
+    tuned._of_environment.cache_clear()
+    with pytest.raises(
+        ValueError, match=r"JAX_GROUPED_GEMM_TUNED must name a file .* found '/nowhere/tuned.json' .*unset it"
+    ):
+        kernel_of()
+
+
+def test_a_load_that_fits_no_call(tmp_path, times):
+    with pytest.raises(ValueError, match=r"as many sizes as some call has groups \(8\); got one of 7"):
+        tune(lambda a, b, ends: grouped_gemm(a, b, offsets=ends), A, B, ENDS, path=tmp_path / "x", loads=[np.ones(7)])
 
 
 def test_no_gpu(tmp_path, monkeypatch):
@@ -201,13 +335,13 @@ def test_nothing_to_tune(tmp_path, times):
     ):
         with pytest.raises(ValueError, match="function must call grouped_gemm"):
             tune(function, A, B, ENDS, path=tmp_path / "x")
-    assert not (tmp_path / "x").exists()
+    assert tuned.read(tmp_path / "x") == {}
 
 
-@pytest.mark.parametrize("load", [np.zeros(3), [[1.0]], [1, -1], [np.nan], []])
+@pytest.mark.parametrize("load", [np.zeros(3), [[1.0]], [1, -1], [np.nan], [], ["a"], 5], ids=str)
 def test_malformed_loads(tmp_path, times, load):
-    with pytest.raises(ValueError, match="loads must be 1-D arrays"):
-        tune(lambda a: a, A, path=tmp_path / "x", loads=[load])
+    with pytest.raises(ValueError, match="loads must be a list of 1-D arrays .* at index 1"):
+        tune(lambda a: a, A, path=tmp_path / "x", loads=[np.ones(3), load])
 
 
 def test_loads():
@@ -229,7 +363,6 @@ def test_candidates():
     for (tile, dynamic), call in every.items():
         assert selection.tile_of(90, call) == tile
         assert selection.scheduled((90,), call).dynamic is dynamic
-    assert {dynamic for _, dynamic in tuning.candidates(90, call_of(dynamic=True))} == {True}
     wgrad = calls.WgradCall(M, N, K, L, "bfloat16", False, None)
     assert {tile for tile, _ in tuning.candidates(90, wgrad)} == set(config.WGRAD_TILES[90])
 
@@ -259,8 +392,24 @@ def test_operands_are_those_of_the_call(changes):
 def test_operands_of_weight_gradients(accumulate):
     call = calls.WgradCall(24, 16, 8, 3, "float32", True, "reference", accumulate=accumulate)
     (ends, *_) = tuning._group_sizes(call, None)
-    d = tuning._arm(call, tuning._operands(call), ends).call(0)
-    assert (d.shape, d.dtype) == ((3, 16, 8), jnp.float32)
+    arm = tuning._arm(call, tuning._operands(call), ends)
+    first = np.asarray(arm.call(0))
+    assert (first.shape, first.dtype) == ((3, 16, 8), np.float32)
+    sets = len(tuning._operands(call))
+    np.testing.assert_allclose(
+        arm.call(sets), 2 * first if accumulate else first, rtol=1e-6
+    )  # of the same operands again
+    program = arm.call.__closure__[[*arm.call.__code__.co_freevars].index("add")].cell_contents
+    assert (program.memory_analysis().alias_size_in_bytes > 0) is accumulate  # in place
+
+
+def test_each_expert_has_one_group():
+    """As on a device that has one of eight experts, and as a vmap has it."""
+    for l, groups in ((1, 8), (16, 18)):
+        call = calls.WgradCall(64, 16, 8, l, "float32", False, None, mapped_groups=groups)
+        experts = np.asarray(tuning._operands(call)[0].experts)
+        assert sorted(experts[experts >= 0]) == list(range(l))
+        assert (experts[experts < 0] == -1).sum() == groups - l
 
 
 def test_the_fastest_wins():
@@ -280,5 +429,5 @@ def test_wgrad_is_tuned_by_itself(tmp_path, times):
 
 
 def test_errors_name_the_remedy():
-    for error in (contract.nothing_to_tune_on(), contract.nothing_to_tune(), contract.bad_load(np.zeros(1))):
+    for error in (contract.nothing_to_tune_on(), contract.nothing_to_tune(), contract.bad_load(0, 5)):
         assert len(str(error).split("; ")) >= 3

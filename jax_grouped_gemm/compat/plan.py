@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_grouped_gemm import calls, config, contract, direct, ffi_call, selection
+from jax_grouped_gemm import calls, config, contract, direct, ffi_call, selection, tuned
 from jax_grouped_gemm.compat import jax_arrays, strided, strided_wgrad, torch_tensors
 from jax_grouped_gemm.compat.dtypes import dtype_name
 
@@ -250,6 +250,7 @@ def _with_margin(request, device, arch, call):
 
 
 _remembered = functools.lru_cache(maxsize=REMEMBERED)(_plan)
+tuned.forget.append(_remembered.cache_clear)  # its launchers name kernels
 
 
 def _named(framework, shape, strides, dtype, device):
@@ -274,7 +275,7 @@ def _call(request, options, operands, extents):
         implementation=None,
         generate_c=options.generate_c,
         c_dtype=options.c_dtype if options.generate_c else None,
-        use_dynamic_sched=options.use_dynamic_sched,
+        use_dynamic_sched=contract.check_flag("use_dynamic_sched", options.use_dynamic_sched),
         mma_tiler_mn=options.mma_tiler_mn,
         cluster_shape_mn=options.cluster_shape_mn,
         overlap_margin=0 if options.overlap_margin is None else options.overlap_margin,

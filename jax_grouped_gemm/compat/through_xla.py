@@ -57,6 +57,7 @@ def _wgrad(x, y, offsets, total, *, call, checked):
         offsets=offsets,
         d_dtype=call.d_dtype,
         accumulate_into=total,
+        use_dynamic_sched=call.dynamic,
         mma_tiler_mn=call.mma_tiler_mn,
         cluster_shape_mn=call.cluster_shape_mn,
         overlap_margin=call.overlap_margin,

@@ -5,7 +5,7 @@ Warps of a CTA (384 or 512 threads):
                warp 1     scheduler: publishes tiles
                warps 2, 3 leave at once
   warpgroups 1, 2 (and 3) math and epilogue, each for 64 of the tile's rows, on its own: while one is in its epilogue the others have the matrix unit.
-                          Where its rows are all past the result's, it only hands the stages back.
+                          Where nothing of what it would make is stored, it only hands the stages back.
 
 Of the widest tile, with D of 16 bits, math warps keep what they converted in registers and store a slab of it with every block of the next tile, behind
 the matrix unit's back. Narrower tiles have too little to multiply per block for that, and D of 32 bits too many registers: they store at once.
@@ -300,7 +300,7 @@ class Hopper(GroupedKernel):
             if cutlass.const_expr(self.has_bias):
                 bias_bits = bias.fetch(problem, expert, group, col)
             num_blocks = self.num_blocks(problem, expert, begin, end)
-            if self.past_result(problem, end, row, col, wg):
+            if self.stores_nothing(problem, end, row, col, wg):
                 for _ in cutlass.range(num_blocks, unroll=1):
                     stages.consumer_wait(state)
                     # No matrix instruction holds the lanes together: one that had not seen this stage when it is handed back might miss it.
@@ -440,8 +440,8 @@ class Hopper(GroupedKernel):
         return stage
 
     @cute.jit
-    def past_result(self, problem, end, row, col, wg):
-        """A math warpgroup's part of a tile has nothing of the result."""
+    def stores_nothing(self, problem, end, row, col, wg):
+        """Nothing of a math warpgroup's part of a tile is stored: its rows are past the group's end (of weight gradients, past N), or its columns past the last."""
         if cutlass.const_expr(self.swapped):
             col += wg * SLAB_ROWS
         else:

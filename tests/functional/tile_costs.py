@@ -3,11 +3,14 @@
 make model-costs
 """
 
+import importlib
+import re
 import sys
 
 import device
 import numpy as np
 import sweep
+import test_build
 from problem import Problem
 
 from jax_grouped_gemm import config
@@ -46,9 +49,26 @@ def measure(variant):
         "mbarrier waits",
     ):
         row[what] = found.get(what, 0) / tiles
+    row |= static_facts(variant)
     row["KiB loaded"] = found["copy: bytes loaded"] / tiles / 1024
     row["KiB stored"] = found["copy: bytes stored"] / tiles / 1024
+    row["bytes loaded per 1000 operations"] = found["copy: bytes loaded"] / tiles / (2e-3 * tile.m * tile.n * K)
     return row
+
+
+def static_facts(variant):
+    """Of the compiled kernel: what a CTA takes of an SM."""
+    module = importlib.import_module(f"jax_grouped_gemm.kernels.gemm_sm{variant.arch}")
+    program = (module.GroupedWgrad if device.is_wgrad(variant) else module.GroupedGemm)(variant)
+    report = test_build.output(test_build.tool("cuobjdump"), "-res-usage", device.AOT / f"{variant.name}.cubin")
+    registers = [int(found) for found in re.findall(r"\bREG:(\d+)", report)][-1:]
+    moved = re.findall(r"setmaxnreg\.inc\S*\s+(\d+)", device.ptx(variant.name))
+    return {
+        "stages": program.stages,
+        "KiB of shared memory": device.facts(variant.name)["smem_bytes"] / 1024,
+        "threads": program.threads,
+        "registers of a math or epilogue thread": int((moved or registers)[0]),
+    }
 
 
 def kind(variant):
