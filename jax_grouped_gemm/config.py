@@ -259,7 +259,7 @@ def select_schedule(groups, matrices, rows, columns):
     matrices of the result, with as many rows in the mean, and columns.
     """
     tiles = matrices * max(rows / 128, 1) * math.ceil(columns / 256)
-    return groups > 1 and tiles >= DYNAMIC_WAVES * SMS[90]
+    return groups > 1 and tiles >= DYNAMIC_WAVES * SMS[MEASURED]
 
 
 def select_wgrad_tile(arch, l, rows, n, k, mma_tiler_mn=None, cluster_shape_mn=None):

@@ -14,9 +14,8 @@ from jax_grouped_gemm.timing import Arm, calibrate, interleave, summarize
 
 ROUNDS = 5
 BURST_SECONDS = 0.01
-L2_BYTES = (
-    1 << 27
-)  # of operands and results together; smaller calls take turns with several sets, as weights of a model would
+# Of a call's operands and result. Smaller calls take turns with several sets, or they would find them in L2, as a model does not.
+ROTATION_BYTES = 1 << 27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +194,7 @@ def _operands(call):
         a, b = _normal(keys[0], (call.m, call.k), jnp.bfloat16), _normal(keys[1], call.b_shape, jnp.bfloat16)
         return calls.Operands(a, None, experts, alpha, prob, bias, (b,))
 
-    return [one(i) for i in range(min(16, max(1, -(-L2_BYTES // (2 * size)))))]
+    return [one(i) for i in range(min(16, max(1, -(-ROTATION_BYTES // (2 * size)))))]
 
 
 def _arm(call, operands, ends):

@@ -360,6 +360,7 @@ def test_version_is_public():
     names |= {"grouped_gemm_wrapper", "GroupedGemm", "TupleDict"}
     names |= {"grouped_gemm_wgrad_jax_sm100", "grouped_gemm_wgrad_wrapper", "grouped_gemm_wgrad_wrapper_sm100"}
     names |= {"grouped_gemm", "grouped_gemm_wgrad", "ragged_dot", "ragged_dot_general", "accelerate"}
+    names |= {"tune", "use_tuned", "Tuned"}
     assert set(jax_grouped_gemm.__all__) == {"__version__"} | names
 
 
