@@ -1,7 +1,9 @@
 """The example runs at a tiny size, checks itself, and can fail."""
 
 import importlib.util
+import inspect
 import re
+import types
 from pathlib import Path
 
 import jax
@@ -66,7 +68,12 @@ def test_text_repeats_when_it_runs_out(example):
 
 
 def test_the_readme_example_runs():
-    accelerated, code = re.findall(r"```python\n(.*?)```", (PATH.parent.parent / "README.md").read_text(), re.DOTALL)
+    accelerated, code, tuning = re.findall(r"```python\n(.*?)```", (PATH.parent.parent / "README.md").read_text(), re.DOTALL)
+    calls = []
+    package = types.SimpleNamespace(tune=lambda *args, **options: calls.append((args, options)))
+    exec(tuning, {"jax_grouped_gemm": package, "train_step": "step", "params": 1, "batch": 2})
+    ((args, options),) = calls
+    inspect.signature(jax_grouped_gemm.tune).bind(*args, **options)  # it takes what it is given there
     exec(accelerated, {})
     jax_grouped_gemm.accelerate(False)
     names = {}
