@@ -68,7 +68,9 @@ def test_text_repeats_when_it_runs_out(example):
 
 
 def test_the_readme_example_runs():
-    accelerated, code, tuning = re.findall(r"```python\n(.*?)```", (PATH.parent.parent / "README.md").read_text(), re.DOTALL)
+    accelerated, code, tuning = re.findall(
+        r"```python\n(.*?)```", (PATH.parent.parent / "README.md").read_text(), re.DOTALL
+    )
     calls = []
     package = types.SimpleNamespace(tune=lambda *args, **options: calls.append((args, options)))
     exec(tuning, {"jax_grouped_gemm": package, "train_step": "step", "params": 1, "batch": 2})
