@@ -28,7 +28,8 @@ class Tile:
     """What one CTA computes, and how CTAs are clustered.
 
     m, n: rows and columns of D per CTA; k: contraction per pipeline stage.
-    cluster_m, cluster_n: CTAs of a cluster along rows and columns, which share operands by multicast.
+    cluster_m: CTAs of a cluster, one or a pair along the rows, which share an operand by multicast. On SM90 a pair turns where a group's last rows
+      are no more than one CTA's: it then lies along the columns.
     two_cta: SM100 only, the pair of CTAs along M executes one matrix instruction together.
     swapped: SM90 only, for few rows: the matrix unit, whose rows come by 64, takes the weights for them, and the rows for columns.
 
@@ -39,9 +40,12 @@ class Tile:
     n: int
     k: int = 64
     cluster_m: int = 1
-    cluster_n: int = 1
     two_cta: bool = False
     swapped: bool = False
+
+    @property
+    def turns(self):
+        return self.cluster_m == 2 and not self.two_cta
 
     @property
     def mma_tiler_mn(self):
@@ -50,19 +54,18 @@ class Tile:
 
     @property
     def cluster_shape_mn(self):
-        return self.cluster_m, self.cluster_n
+        return self.cluster_m, 1
 
     def __str__(self):
         how = "_pair" if self.two_cta else "_swapped" if self.swapped else ""
-        return f"{self.m}x{self.n}x{self.k}_cluster{self.cluster_m}x{self.cluster_n}{how}"
+        return f"{self.m}x{self.n}x{self.k}_cluster{self.cluster_m}x1{how}"
 
 
 TILES = {
     90: (
         Tile(128, 256, cluster_m=2),
-        Tile(128, 256, cluster_n=2),
         Tile(128, 192, cluster_m=2),
-        Tile(128, 128),
+        Tile(128, 128, cluster_m=2),
         Tile(64, 128, swapped=True),
     ),
     100: (Tile(128, 256, cluster_m=2, two_cta=True), Tile(128, 256)),
@@ -71,9 +74,8 @@ TILES = {
 WGRAD_TILES = {
     90: (
         Tile(128, 256, cluster_m=2),
-        Tile(128, 256, cluster_n=2),
         Tile(192, 192),
-        Tile(128, 128),
+        Tile(128, 128, cluster_m=2),
     ),
     100: TILES[100],
 }
@@ -197,21 +199,19 @@ class Cost:
 # Of TILES. For SM90 fitted to times on an H200 (docs/performance.md); for SM100 a guess: the ratio of bytes loaded.
 FORWARD_COSTS = {
     90: (
-        Cost(0.69, 1.76, 0.05, 0.01),
-        Cost(0.705, 0.92, 0.08, 0.31),
-        Cost(0.54, 1.6, 0.08, 0.01),
-        Cost(0.515, 0.0, 0.14, 0.23),
-        Cost(0.28, 0.72, 0.6, 0.4),
+        Cost(0.67, 0.75, 0.01, 0.38),
+        Cost(0.54, 0.75, 0.02, 0.39),
+        Cost(0.41, 0.42, 0.0, 0.31),
+        Cost(0.28, 0.84, 0.27, 0.39),
     ),
     100: (Cost(1.0, 4.7, 0.0, 0.0), Cost(1.5, 4.7, 0.0, 0.0)),
 }
 # Of WGRAD_TILES.
 WGRAD_COSTS = {
     90: (
-        Cost(0.67, 2.06, 0.01, 0.06),
-        Cost(0.715, 1.6, 0.12, 0.1),
-        Cost(0.8, 2.07, 0.18, 0.1),
-        Cost(0.42, 0.98, 0.29, 0.01),
+        Cost(0.68, 2.04, 0.03, 0.14),
+        Cost(0.76, 2.08, 0.21, 0.14),
+        Cost(0.35, 1.29, 0.14, 0.21),
     ),
     100: (Cost(1.0, 4.7, 0.0, 0.0), Cost(1.5, 4.7, 0.0, 0.0)),
 }
@@ -226,11 +226,18 @@ DYNAMIC_WAVES = 2
 
 def _time(arch, tile, cost, tiles_of_result, blocks, pitches, elements):
     """tiles_of_result: of a whole cluster. pitches: of the operands' rows. elements: read and written."""
-    waves = tiles_of_result / (SMS[arch] // (tile.cluster_m * tile.cluster_n))
+    waves = tiles_of_result / (SMS[arch] // tile.cluster_m)
     waves = max(math.ceil(waves), 1) if waves < FEW_WAVES else waves + 0.5
     misaligned = sum(pitch % 16 != 0 for pitch in pitches)
     of_a_wave = blocks * cost.block * (1 + cost.misaligned * misaligned) + cost.result
     return waves * of_a_wave + cost.memory * 2 * elements / BYTES_PER_MICROSECOND
+
+
+def _cluster_tiles(tile, rows, columns):
+    """Of one matrix of the result; the last rows of a pair that turns count half as much (`kernels/scheduler.py`)."""
+    clusters = rows / (tile.m * tile.cluster_m)
+    clusters = math.ceil(2 * clusters) / 2 if tile.turns else math.ceil(clusters)
+    return clusters * math.ceil(columns / tile.n)
 
 
 def _fastest(tiles, costs, wish, time):
@@ -245,8 +252,7 @@ def select_tile(arch, l, m, n, k, b_major, mma_tiler_mn=None, cluster_shape_mn=N
     sizes = [size * m / l for size in GROUP_SIZES] if l > 1 else [m]
 
     def time(tile, cost):
-        of_a_group = sum(math.ceil(size / (tile.m * tile.cluster_m)) for size in sizes) / len(sizes)
-        count = groups * of_a_group * math.ceil(n / (tile.n * tile.cluster_n))
+        count = groups * sum(_cluster_tiles(tile, size, n) for size in sizes) / len(sizes)
         pitches = k, k if b_major == "k" else n
         return _time(arch, tile, cost, count, math.ceil(k / tile.k), pitches, groups * n * k + m * k + m * n)
 
@@ -268,7 +274,7 @@ def select_wgrad_tile(arch, l, rows, n, k, mma_tiler_mn=None, cluster_shape_mn=N
     def time(tile, cost):
         # Of several groups, the last block is seldom full.
         blocks = rows / tile.k + 0.5 if l > 1 else math.ceil(rows / tile.k)
-        count = l * math.ceil(n / (tile.m * tile.cluster_m)) * math.ceil(k / (tile.n * tile.cluster_n))
+        count = l * _cluster_tiles(tile, n, k)
         return _time(arch, tile, cost, count, blocks, (n, k), l * (n * k + rows * k + rows * n))
 
     return _fastest(WGRAD_TILES[arch], WGRAD_COSTS[arch], (mma_tiler_mn, cluster_shape_mn), time)

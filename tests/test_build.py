@@ -132,17 +132,24 @@ def mn_major(variant):
 
 def loads(variant):
     """Copies of A and of B that one CTA starts per stage."""
-    pair = 2 if variant.tile.two_cta else 1
+    tile = variant.tile
+    pair = 2 if tile.two_cta else 1
+    halves = 2 if tile.turns else 1
     a, b = mn_major(variant)
     return (
-        variant.tile.m // SWIZZLE_COLUMNS if a else 1,
-        variant.tile.n // pair // SWIZZLE_COLUMNS if b else 1,
+        halves * (tile.m // SWIZZLE_COLUMNS if a else 1),
+        halves * (tile.n // pair // SWIZZLE_COLUMNS if b else 1),
     )
 
 
 def math_warpgroups(tile):
     """Of SM90."""
     return 2 if tile.swapped else tile.m // 64
+
+
+def matrix_columns(tile):
+    """Of SM90: of the matrix instructions of each loop over K, that of a tile whose last columns are past D's, and that of a whole one."""
+    return [tile.m] if tile.swapped else [-(-tile.n // 128) * 64, tile.n]
 
 
 def outputs(variant):
@@ -156,14 +163,13 @@ def slab_columns(dtype):
 
 
 def stores(variant):
-    """In the code, of a tile: accumulators in registers are stored by unrolled code, those in tensor memory in a loop. D that waits for the next tile
-    is stored in its loop over K, or after it."""
+    """In the code, of a tile: accumulators in registers are stored by unrolled code, those in tensor memory in a loop. Four slabs that wait for the next
+    tile are stored in either of its loops over K, or after them."""
     if variant.arch == 100:
         return len(outputs(variant))
-    waits = variant.tile.n == 256 and variant.d_dtype != "float32"
     columns = 64 if variant.tile.swapped else variant.tile.n  # of a warpgroup
     count = sum(columns // slab_columns(dtype) for dtype in outputs(variant))
-    return count + waits * variant.tile.n // slab_columns(variant.d_dtype)
+    return count + (2 * 4 if variant.tile.n == 256 else 0)
 
 
 def opcodes(instructions, pattern):
@@ -274,9 +280,9 @@ def test_matrix_instructions(name, sass):
     in_ptx = re.findall(r"^\s*(?:@\S+\s+)?((?:wgmma\.mma|tcgen05\.mma|mma\.)\S*)", ptx(name), re.MULTILINE)
     in_sass = opcodes(sass[name], r"\w*MMA\b")
     if KERNELS[name].arch == 90:
-        columns = tile.m if tile.swapped else tile.n
-        assert in_ptx == [f"wgmma.mma_async.sync.aligned.m64n{columns}k{MATRIX_K}.f32.bf16.bf16"] * count
-        assert in_sass == [f"HGMMA.64x{columns}x{MATRIX_K}.F32.BF16"] * count
+        every = [columns for columns in matrix_columns(tile) for _ in range(count)]
+        assert in_ptx == [f"wgmma.mma_async.sync.aligned.m64n{columns}k{MATRIX_K}.f32.bf16.bf16" for columns in every]
+        assert in_sass == [f"HGMMA.64x{columns}x{MATRIX_K}.F32.BF16" for columns in every]
     else:
         group = 2 if tile.two_cta else 1
         assert in_ptx == [f"tcgen05.mma.cta_group::{group}.kind::f16.collector::a::discard"] * count
@@ -302,13 +308,12 @@ def test_majors(name):
 
 @multiplying
 def test_matrix_instructions_overlap_on_sm90(name, sass):
-    """ptxas serialises wgmma if it doubts the registers: it would put waits between them. The one wait in the loop over K leaves a group running."""
+    """ptxas serialises wgmma if it doubts the registers: it would put waits between them. The one wait in a loop over K leaves a group running."""
     if KERNELS[name].arch != 90:
         return
     steps = KERNELS[name].variant.tile.k // MATRIX_K
-    wanted = (
-        ["WARPGROUP.ARRIVE"] + ["HGMMA"] * steps + ["WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"]
-    )
+    loop = ["WARPGROUP.ARRIVE"] + ["HGMMA"] * steps + ["WARPGROUP.DEPBAR.LE gsb0, 0x1"]
+    wanted = loop * len(matrix_columns(KERNELS[name].variant.tile)) + ["WARPGROUP.DEPBAR.LE gsb0, 0x0"]
     found = [text for text in sass[name] if text.startswith(("HGMMA", "WARPGROUP"))]
     assert [re.sub(r"^HGMMA.*", "HGMMA", text) for text in found] == wanted
 
@@ -324,8 +329,8 @@ def test_copies(name, sass):
     space = "cluster" if tile.two_cta else "cta"
     ending = ".L2::cache_hint" + (".cta_group::2" if tile.two_cta else "")
     multicast = ("cluster", ".multicast::cluster")
-    a = multicast if tile.cluster_n > 1 else (space, "")
-    b = multicast if tile.cluster_m > pair else (space, "")
+    # A pair of SM90 brings both operands so: its own part of one to itself alone.
+    a = b = multicast if tile.cluster_m > pair else (space, "")
     rank_a, rank_b = (4, 4) if is_wgrad(variant) else (2, 3)
 
     def load(rank, to, many):
@@ -351,13 +356,13 @@ def test_boxes(name, facts):
     """Each operand's copies together bring one CTA's part of a stage, in rows of one swizzle atom; a slab of D or C is stored by one."""
     variant, boxes = KERNELS[name].variant, facts[name]["maps"]
     tile = variant.tile
-    for field, count, share in zip(
-        ("MAP_A", "MAP_B"), loads(variant), ((tile.m, tile.cluster_n), (tile.n, tile.cluster_m)), strict=True
+    for field, count, size in zip(
+        ("MAP_A", "MAP_B"), loads(variant), (tile.m, tile.n // (2 if tile.two_cta else 1)), strict=True
     ):
-        (columns, rows, *ones), (size, ctas) = boxes[field], share
+        columns, rows, *ones = boxes[field]
         assert columns == SWIZZLE_COLUMNS
         assert set(ones) <= {1}
-        assert count * columns * rows * ctas == size * tile.k
+        assert count * columns * rows == size * tile.k
     wanted = {"MAP_D": variant.d_dtype}
     if len(outputs(variant)) > 1:
         wanted["MAP_C"] = variant.c_dtype
@@ -433,7 +438,7 @@ def test_claims_of_tiles(name):
     text, tile = ptx(name), KERNELS[name].variant.tile
     steps = ["atom.global.add", "st.async.shared::cluster.mbarrier::complete_tx::bytes", "mbarrier.arrive.expect_tx"]
     steps += ["mbarrier.try_wait", "mbarrier.arrive.shared::cluster"]
-    if tile.cluster_m * tile.cluster_n == 1:
+    if tile.cluster_m == 1:
         assert (text.count(steps[0]), text.count(steps[1])) == (1, 0)
         return
     events = re.findall("|".join(map(re.escape, steps)), text[text.index(steps[0]) :])
@@ -639,7 +644,7 @@ def test_manifest_says_what_the_variant_says(facts):
         assert (fact["kind"], fact["arch"]) == (KERNELS[name].kind, KERNELS[name].arch)
         if variant:
             tile = variant.tile
-            assert (fact["tile"], fact["cluster"]) == ([tile.m, tile.n], [tile.cluster_m, tile.cluster_n])
+            assert (fact["tile"], fact["cluster"]) == ([tile.m, tile.n], [tile.cluster_m, 1])
             says = ("d_dtype", "accumulate") if is_wgrad(variant) else ("d_dtype", "c_dtype", "b_major", "epilogue")
             assert {key: fact[key] for key in says} == {key: getattr(variant, key) for key in says}
 
@@ -679,7 +684,7 @@ def test_nothing_to_do_touches_nothing(copy):
 def test_compiles_what_is_stale_and_reproduces_it(copy):
     """Compiled for other sources, cut short, or without its mark: just these are compiled, to the same bytes."""
     other, cut, unmarked = (
-        "sm90_wgrad_128x128x64_cluster1x1_bfloat16",
+        "sm90_wgrad_128x128x64_cluster2x1_bfloat16",
         next(n for n in KERNELS if "sm90_forward" in n),
         "sm90_maps_by_value",
     )

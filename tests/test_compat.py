@@ -638,7 +638,7 @@ def test_memo_is_bounded(fresh_plans):
     "changes",
     [
         {"d_dtype": "float32"}, {"generate_c": True}, {"generate_c": True, "c_dtype": "float16"},
-        {"use_dynamic_sched": True}, {"mma_tiler_mn": (128, 128)}, {"cluster_shape_mn": (2, 1)}, {"overlap_margin": 4},
+        {"use_dynamic_sched": True}, {"mma_tiler_mn": (256, 128)}, {"cluster_shape_mn": (2, 1)}, {"overlap_margin": 4},
         {"b_major": "n"},
     ],
 )  # fmt: skip
@@ -682,7 +682,7 @@ def test_wrong_values_are_not_remembered(rng):
 
 
 def test_margin_in_clusters_and_in_sms(rng, monkeypatch):
-    pair, alone = {"mma_tiler_mn": (256, 256)}, {"mma_tiler_mn": (128, 128)}
+    pair, alone = {"mma_tiler_mn": (256, 256)}, {"mma_tiler_mn": (64, 128)}
     assert call_of(rng, **pair).overlap_margin == 0
     monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "3")
     assert call_of(rng, **pair).overlap_margin == 6

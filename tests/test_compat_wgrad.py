@@ -159,7 +159,7 @@ def test_launch(rng, cuda, wgrad_launches, a_major, b_major):
     case = problem(rng, accumulate=True)
     arguments = compat_problems.torch_wgrad_arguments(case, a_major=a_major, b_major=b_major)
     output = compat_problems.to_torch(case.total)
-    options = {"accumulate_on_output": True, "overlap_margin": 3, "mma_tiler_mn": (128, 128)}
+    options = {"accumulate_on_output": True, "overlap_margin": 3, "mma_tiler_mn": (192, 192)}
     grouped_gemm_wgrad_wrapper(**arguments, wgrad_tensor=output, current_stream=50, **options)
     (launch,) = wgrad_launches
     assert (launch.x == arguments["a_tensor"].data_ptr()) == (a_major == "m"), "copied, or not"
@@ -169,12 +169,12 @@ def test_launch(rng, cuda, wgrad_launches, a_major, b_major):
     assert cuda.entered == [50], "copies belong to the launch's stream"
     call = launch.call
     assert (call.m, call.n, call.k, call.l, call.d_dtype, call.accumulate) == (77, 24, 40, 4, "float32", True)
-    assert (call.overlap_margin, call.mma_tiler_mn, call.scratch_bytes) == (3, (128, 128), 0)
+    assert (call.overlap_margin, call.mma_tiler_mn, call.scratch_bytes) == (3, (192, 192), 0)
 
 
 def test_the_environments_margin_counts_clusters(rng, wgrad_launches, monkeypatch):
     arguments = compat_problems.torch_wgrad_arguments(problem(rng))
-    for tile, sms in (((128, 128), 3), ((256, 256), 6)):
+    for tile, sms in (((192, 192), 3), ((256, 256), 6)):
         monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "3")
         grouped_gemm_wgrad_wrapper(**arguments, mma_tiler_mn=tile)
         assert wgrad_launches[-1].call.overlap_margin == sms

@@ -239,20 +239,17 @@ def test_every_tile_has_a_name_for_callers(arch):
         (8, 32768, 4096, 7168, "k", "128x256x64_cluster2x1"),
         (155, 21704, 1000, 4336, "n", "128x256x64_cluster2x1"),
         (5, 15972, 1264, 16328, "n", "128x256x64_cluster2x1"),
+        (3, 770, 4088, 3208, "k", "128x256x64_cluster2x1"),
         # Few rows.
         (128, 512, 1536, 2048, "k", "64x128x64_cluster1x1_swapped"),
         (7, 97, 784, 3656, "n", "64x128x64_cluster1x1_swapped"),
         (2, 9, 1280, 8144, "k", "64x128x64_cluster1x1_swapped"),
-        # Groups of less than 128 rows would leave half of a cluster of two rows idle.
-        (89, 4845, 3368, 1672, "n", "128x256x64_cluster1x2"),
-        (23, 1620, 3856, 7592, "n", "128x256x64_cluster1x2"),
-        (86, 6868, 4232, 4936, "n", "128x256x64_cluster1x2"),
         # Fewer columns of padding, or fewer waves, of narrower tiles.
         (23, 81501, 544, 13184, "n", "128x192x64_cluster2x1"),
         (4, 8343, 544, 1392, "k", "128x192x64_cluster2x1"),
-        (1, 1486, 1056, 15912, "k", "128x192x64_cluster2x1"),
-        (1, 2019, 624, 7712, "k", "128x128x64_cluster1x1"),
-        (8, 2258, 616, 784, "k", "128x128x64_cluster1x1"),
+        (60, 18028, 1096, 3920, "n", "128x192x64_cluster2x1"),
+        (1, 2019, 624, 7712, "k", "128x128x64_cluster2x1"),
+        (2, 622, 1096, 8248, "n", "128x128x64_cluster2x1"),
     ],
 )
 def test_the_tile_fits_the_groups_and_the_columns(l, m, n, k, b_major, tile):
@@ -262,21 +259,20 @@ def test_the_tile_fits_the_groups_and_the_columns(l, m, n, k, b_major, tile):
 
 # Rows, columns and cluster of a tile by its name in the file.
 TILE_NAMES = {
-    "256_2": (128, 256, (2, 1)),
-    "256_12": (128, 256, (1, 2)),
+    "256": (128, 256, (2, 1)),
     "192": (128, 192, (2, 1)),
     "192x192": (192, 192, (1, 1)),
-    "128": (128, 128, (1, 1)),
+    "128": (128, 128, (2, 1)),
     "sw": (64, 128, (1, 1)),
 }
 MEASURED = json.loads(
     (
-        pathlib.Path(__file__).parents[1] / "benchmarks" / "results" / "20261201-005500-NVIDIA-H200-tiles-kernel.json"
+        pathlib.Path(__file__).parents[1] / "benchmarks" / "results" / "20261201-050100-NVIDIA-H200-tiles-kernel.json"
     ).read_text()
 )
 
 
-@pytest.mark.parametrize(("product", "average"), [("forward", 0.02), ("dgrad", 0.025), ("wgrad", 0.03)])
+@pytest.mark.parametrize(("product", "average"), [("forward", 0.02), ("dgrad", 0.03), ("wgrad", 0.02)])
 def test_what_the_rule_loses(product, average):
     """Of random problems, each with every tile on an H200: its tile and schedule, over the fastest."""
     losses = []
@@ -298,12 +294,10 @@ def test_what_the_rule_loses(product, average):
             if (tile.m, tile.n, tile.cluster_shape_mn) == (rows, columns, cluster)
         )
         seconds = problem["seconds"]
-        # Few were timed static, where the counter makes little difference.
-        chosen = seconds.get(name if not dynamic else f"{name}+d", seconds[f"{name}+d"])
-        losses.append(chosen / min(seconds.values()) - 1)
+        losses.append(seconds[f"{name}+d" if dynamic else name] / min(seconds.values()) - 1)
     assert len(losses) > 100
     assert sum(losses) / len(losses) <= average
-    assert max(losses) <= 0.2
+    assert max(losses) <= 0.4
 
 
 def test_no_tile_for_a_wish_that_none_fulfils():

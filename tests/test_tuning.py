@@ -77,7 +77,7 @@ def kernel_of(**options):
     return re.findall(r'sm90 = "(\w+)"', text)[0], re.findall(r"dynamic = (\w+)", text)[0] == "true"
 
 
-WINNER = config.TILES[90][3]
+WINNER = config.TILES[90][2]
 
 
 def tuned_to(tmp_path, times, winner=(WINNER, False), **options):
@@ -90,7 +90,11 @@ def test_what_is_fastest_is_used(tmp_path, times):
     before = kernel_of()
     assert f"_{WINNER}_" not in before[0]
     _, (found,) = tuned_to(tmp_path, times)
-    assert (found.mma_tiler_mn, found.cluster_shape_mn, found.use_dynamic_sched) == ((128, 128), (1, 1), False)
+    assert (found.mma_tiler_mn, found.cluster_shape_mn, found.use_dynamic_sched) == (
+        WINNER.mma_tiler_mn,
+        WINNER.cluster_shape_mn,
+        False,
+    )
     assert (found.seconds, found.seconds_of_rule) == (1.0, 3.0)
     assert f"_{WINNER}_" in kernel_of()[0]
     assert kernel_of()[1] is False
@@ -173,13 +177,13 @@ def test_environment(tmp_path, times, monkeypatch):
 
 def test_a_tile_that_is_no_longer_compiled(tmp_path, times, caplog):
     path, _ = tuned_to(tmp_path, times)
-    path.write_text(path.read_text().replace("[128, 128]", "[128, 136]"))
+    path.write_text(path.read_text().replace("[256, 128]", "[256, 136]"))
     use_tuned(path)
     assert f"_{WINNER}_" not in kernel_of()[0]
     assert "a tile that this build does not have: tune again" in caplog.text
 
 
-LINE = '"mma_tiler_mn": [128, 128], "cluster_shape_mn": [1, 1], "seconds": 1, "seconds_of_rule": 1, "product": "forward", "arch": 90'
+LINE = '"mma_tiler_mn": [256, 128], "cluster_shape_mn": [2, 1], "seconds": 1, "seconds_of_rule": 1, "product": "forward", "arch": 90'
 
 
 @pytest.mark.parametrize(
@@ -330,7 +334,7 @@ def test_no_gpu(tmp_path, monkeypatch):
 def test_nothing_to_tune(tmp_path, times):
     for function in (
         lambda a, b, ends: a,
-        lambda a, b, ends: grouped_gemm(a, b, offsets=ends, mma_tiler_mn=(128, 128)),
+        lambda a, b, ends: grouped_gemm(a, b, offsets=ends, mma_tiler_mn=WINNER.mma_tiler_mn),
         lambda a, b, ends: grouped_gemm(a, b, offsets=ends, implementation="reference"),
     ):
         with pytest.raises(ValueError, match="function must call grouped_gemm"):
@@ -420,7 +424,7 @@ def test_the_fastest_wins():
 
 def test_wgrad_is_tuned_by_itself(tmp_path, times):
     x, y = (jax.ShapeDtypeStruct((M, columns), jnp.bfloat16) for columns in (N, K))
-    tile = config.WGRAD_TILES[90][3]
+    tile = config.WGRAD_TILES[90][2]
     times[tile, True] = 1.0
     (found,) = tune(lambda x, y, ends: grouped_gemm_wgrad(x, y, offsets=ends), x, y, ENDS, path=tmp_path / "t")
     assert found.facts["product"] == "wgrad"

@@ -100,7 +100,7 @@ def compile_kernel(kernel):
         tile = kernel.variant.tile
         facts |= {
             "tile": [tile.m, tile.n],
-            "cluster": [tile.cluster_m, tile.cluster_n],
+            "cluster": list(tile.cluster_shape_mn),
             "d_dtype": kernel.variant.d_dtype,
             "maps": {field: list(box) for field, box in program.boxes().items()},
         }

@@ -78,6 +78,10 @@ class Forward(GroupedKernel):
         """Of the contraction, `tile.k` each."""
         return cute.ceil_div(problem.k, self.tile.k) if expert < problem.l else 0
 
+    def without_blocks(self, num_blocks):
+        """A tile has nothing to multiply."""
+        return num_blocks == 0
+
     def rows_end(self, problem, end):
         """Of the result, for a tile of a group that ends there."""
         return end

@@ -78,7 +78,7 @@ class Blackwell(GroupedKernel):
         s_layout_b = blackwell_helpers.make_smem_layout_b(tiled_mma, self.mma_tile, BFloat16, self.stages)
         s_layout_d, s_layout_c = self._slab_layout("d"), self._slab_layout("c")
 
-        cluster = (tile.cluster_m, tile.cluster_n)
+        cluster = tile.cluster_shape_mn
         atom_a, m_a = cute.nvgpu.make_tiled_tma_atom_A(
             blackwell_helpers.cluster_shape_to_tma_atom_A(cluster, tiled_mma.thr_id),
             a_tensor,
@@ -138,7 +138,7 @@ class Blackwell(GroupedKernel):
 
     def _cta_layout(self, tiled_mma):
         """CTAs of a cluster: (of a pair, pairs along M, along N, along K)."""
-        cluster = cute.make_layout((self.tile.cluster_m, self.tile.cluster_n, 1))
+        cluster = cute.make_layout((self.tile.cluster_m, 1, 1))
         return cute.tiled_divide(cluster, (tiled_mma.thr_id.shape,))
 
     @cute.kernel
@@ -176,9 +176,7 @@ class Blackwell(GroupedKernel):
             barrier_storage=storage.stage_barriers.data_ptr(),
             num_stages=self.stages,
             producer_group=one_thread,
-            consumer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, tile.cluster_m // self.pair + tile.cluster_n - 1
-            ),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, tile.cluster_m // self.pair),
             tx_count=self.stage_bytes * self.pair,
             cta_layout_vmnk=cta_layout,
             defer_sync=True,
@@ -243,15 +241,19 @@ class Blackwell(GroupedKernel):
 
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
-        expert, _, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
-        ring_state.advance()
+        expert, _, begin, end, row, col, _ = self.scheduler.read_tile(ring, ring_state, keep=True)
         while expert >= 0:
             num_blocks = self.num_blocks(problem, expert, begin, end)
-            if num_blocks > 0:
+            if self.without_blocks(num_blocks):
+                self.scheduler.give_back(ring, ring_state)
+            else:
                 # A pair's tile begins at that of its first CTA.
                 pair_row = row - coord[0] * tile.m
                 map_b, map_expert = self.expert_map(problem, expert)
+                last_blocks = cutlass.max(num_blocks - self.stages, 0)
                 for block in cutlass.range(num_blocks, unroll=1):
+                    if block == last_blocks:
+                        self.scheduler.give_back(ring, ring_state)
                     g_a = thr_mma.partition_A(self.block_of_a(m_a, self.mma_tile[0], begin, end, pair_row, block))
                     g_b = thr_mma.partition_B(self.block_of_b(m_b, tile.n, begin, end, col, map_expert, block))
                     part_s_a, part_g_a = self.part(atom_a, g_a, s_a, cta_layout, coord, 2)
@@ -266,8 +268,9 @@ class Blackwell(GroupedKernel):
                         tma_bar_ptr=barrier, mcast_mask=mask_b, tma_desc_ptr=map_b,
                     )  # fmt: skip
                     state.advance()
-            expert, _, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
             ring_state.advance()
+            expert, _, begin, end, row, col, _ = self.scheduler.read_tile(ring, ring_state, keep=True)
+        self.scheduler.give_back(ring, ring_state)
         stages.producer_tail(state)
 
     @staticmethod
@@ -288,7 +291,7 @@ class Blackwell(GroupedKernel):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, ACCUMULATORS)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
-        expert, _, begin, end, _, _ = self.scheduler.read_tile(ring, ring_state)
+        expert, _, begin, end, _, _, _ = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
         while expert >= 0:
             num_blocks = self.num_blocks(problem, expert, begin, end)
@@ -308,7 +311,7 @@ class Blackwell(GroupedKernel):
                         state.advance()
                     accumulators.producer_commit(acc_state)
                 acc_state.advance()
-            expert, _, begin, end, _, _ = self.scheduler.read_tile(ring, ring_state)
+            expert, _, begin, end, _, _, _ = self.scheduler.read_tile(ring, ring_state)
             ring_state.advance()
         accumulators.producer_tail(acc_state)
 
@@ -326,7 +329,7 @@ class Blackwell(GroupedKernel):
         acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, ACCUMULATORS)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
         stage_d = Int32(0)
-        expert, group, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
+        expert, group, begin, end, row, col, _ = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
         while expert >= 0:
             if cutlass.const_expr(self.has_bias):
@@ -350,7 +353,7 @@ class Blackwell(GroupedKernel):
             )
             if computed:
                 acc_state.advance()
-            expert, group, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
+            expert, group, begin, end, row, col, _ = self.scheduler.read_tile(ring, ring_state)
             ring_state.advance()
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)

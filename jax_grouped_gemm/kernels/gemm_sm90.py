@@ -7,12 +7,15 @@ Warps of a CTA (384 or 512 threads):
   warpgroups 1, 2 (and 3) math and epilogue, each for 64 of the tile's rows, on its own: while one is in its epilogue the others have the matrix unit.
                           Where nothing of what it would make is stored, it only hands the stages back.
 
-Of the widest tile, with D of 16 bits, math warps keep what they converted in registers and store a slab of it with every block of the next tile, behind
-the matrix unit's back. Narrower tiles have too little to multiply per block for that, and D of 32 bits too many registers: they store at once.
+Of the widest tile, math warps keep the last slabs of what they converted in registers and store one with every block of the next tile, behind the matrix
+unit's back: all of D of 16 bits, half of 32. Narrower tiles have too little to multiply per block for that: they store at once.
 
 Of a swapped tile, the matrix unit makes D^T = B A^T: each math warpgroup has 64 of the tile's columns, and all of its rows, which may be few.
 
-Pipelines: stages of A and B. Full: bytes of the copies. Empty: one arrival by every math warp of every CTA that the stage's copies read or feed.
+A cluster is one CTA, or a pair that shares an operand: each CTA brings one half of it for both, and both halves of the other operand for itself. What is shared
+is B where the pair's tiles are stacked, A where they lie side by side (`scheduler.py`), as the tile says.
+
+Pipelines: stages of A and B. Full: bytes of the copies. Empty: one arrival by every math warp of the cluster.
 """
 
 import math
@@ -36,11 +39,13 @@ SCHEDULER_WARP = 1
 # Math warpgroups of a CTA -> registers of a thread that loads, and of one of theirs.
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 DEFERRED_COLUMNS = 256
+DEFERRED_SLABS = 4  # of 16 registers each: no more are free
 
 
 class Hopper(GroupedKernel):
     def __init__(self, variant):
         self.swapped = variant.tile.swapped
+        self.ctas = variant.tile.cluster_m
         self.math_warpgroups = (variant.tile.n if self.swapped else variant.tile.m) // SLAB_ROWS
         super().__init__(
             variant,
@@ -52,16 +57,18 @@ class Hopper(GroupedKernel):
             stage_bytes=2 * variant.tile.k * (variant.tile.m + variant.tile.n),
             tile_readers=1 + 4 * self.math_warpgroups,
         )
-        self.defers = self.outputs["d"].width == 16 and self.tile.n == DEFERRED_COLUMNS
+        # Of the columns, as many as are multiplied where the last ones of D are no more: half, in whole swizzle atoms.
+        self.narrow = None if self.swapped else -(-self.tile.n // 128) * 64
+        self.defers = self.tile.n == DEFERRED_COLUMNS
+        self.at_once = self.num_slabs("d") - (DEFERRED_SLABS if self.defers else 0)
 
     def operand_boxes(self):
-        """What one CTA brings of A and of B by one copy: a part of a stage, where other CTAs bring the rest, cut along its outer dimension in memory."""
-        tile = self.tile
+        """What one CTA brings of A and of B by one copy: of a pair half of a stage, cut along its outer dimension in memory."""
 
-        def box(major, rows, ctas):
-            return (tile.k, rows // ctas) if major == "k" else (64, tile.k // ctas)
+        def box(major, rows):
+            return (self.tile.k, rows // self.ctas) if major == "k" else (64, self.tile.k // self.ctas)
 
-        return box(self.a_major, tile.m, tile.cluster_n), box(self.b_major, tile.n, tile.cluster_m)
+        return box(self.a_major, self.tile.m), box(self.b_major, self.tile.n)
 
     @cute.jit
     def launch(self, a_tensor, b_tensor, d_tensor, c_tensor, problem: operands.Problem, clusters: Int32, stream):
@@ -72,8 +79,8 @@ class Hopper(GroupedKernel):
         s_layout_b = hopper_helpers.make_smem_layout_b(layouts[self.b_major], tile_mnk, BFloat16, self.stages)
         s_layout_d, s_layout_c = self._slab_layout("d"), self._slab_layout("c")
 
-        atom_a, m_a = self._load_atom(a_tensor, s_layout_a, (tile.m, tile.k), tile.cluster_n)
-        atom_b, m_b = self._load_atom(b_tensor, s_layout_b, (tile.n, tile.k), tile.cluster_m)
+        atom_a, m_a = self._load_atom(a_tensor, s_layout_a, (tile.m, tile.k))
+        atom_b, m_b = self._load_atom(b_tensor, s_layout_b, (tile.n, tile.k))
         atom_d, m_d = self.store_atom("d", self.seen(d_tensor), s_layout_d)
         atom_c, m_c = self.store_atom("c", self.seen(c_tensor), s_layout_c)
 
@@ -129,8 +136,8 @@ class Hopper(GroupedKernel):
             return tensor
         return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, 2]))
 
-    def _tiled_mma(self):
-        """One warpgroup: 64 rows and the tile's columns, or 64 columns and the tile's rows."""
+    def _tiled_mma(self, columns):
+        """One warpgroup: 64 rows and so many of the tile's columns, or 64 columns and so many rows."""
         modes = {"k": warpgroup.OperandMajorMode.K, "mn": warpgroup.OperandMajorMode.MN}
         majors = (modes[self.a_major], modes[self.b_major])
         return hopper_helpers.make_trivial_tiled_mma(
@@ -139,14 +146,13 @@ class Hopper(GroupedKernel):
             *(reversed(majors) if self.swapped else majors),
             Float32,
             (1, 1, 1),
-            tiler_mn=(SLAB_ROWS, self.tile.m if self.swapped else self.tile.n),
+            tiler_mn=(SLAB_ROWS, columns),
         )
 
-    @staticmethod
-    def _load_atom(tensor, s_layout, box, multicast):
-        op = cpasync.CopyBulkTensorTileG2SOp() if multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+    def _load_atom(self, tensor, s_layout, box):
+        op = cpasync.CopyBulkTensorTileG2SOp() if self.ctas == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         return cpasync.make_tiled_tma_atom(
-            op, tensor, cute.slice_(s_layout, (None, None, 0)), box, num_multicast=multicast
+            op, tensor, cute.slice_(s_layout, (None, None, 0)), box, num_multicast=self.ctas
         )
 
     @cute.kernel
@@ -166,7 +172,6 @@ class Hopper(GroupedKernel):
         s_layout_d: cute.ComposedLayout,
         s_layout_c: cute.ComposedLayout | None,
     ):
-        tile = self.tile
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:
@@ -177,20 +182,17 @@ class Hopper(GroupedKernel):
                 cpasync.prefetch_descriptor(atom_c)
 
         storage = utils.SmemAllocator().allocate(self.storage)
-        cta_layout = cute.make_layout((tile.cluster_m, tile.cluster_n, 1))
         stages = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.stage_barriers.data_ptr(),
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(
-                pipeline.Agent.Thread, (tile.cluster_m + tile.cluster_n - 1) * 4 * self.math_warpgroups
-            ),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.ctas * 4 * self.math_warpgroups),
             tx_count=self.stage_bytes,
-            cta_layout_vmnk=cute.make_layout((1, *cta_layout.shape)),
+            cta_layout_vmnk=cute.make_layout((1, self.ctas, 1, 1)),
             defer_sync=True,
         )
         ring = self.scheduler.make_ring(storage.scheduler, warp)
-        cluster_mn = (tile.cluster_m, tile.cluster_n)
+        cluster_mn = (self.ctas, 1)
         pipeline.pipeline_init_arrive(cluster_shape_mn=cluster_mn, is_relaxed=True)
         s_a = storage.a.get_tensor(s_layout_a.outer, swizzle=s_layout_a.inner)
         s_b = storage.b.get_tensor(s_layout_b.outer, swizzle=s_layout_b.inner)
@@ -207,7 +209,7 @@ class Hopper(GroupedKernel):
             if warp == SCHEDULER_WARP:
                 self.scheduler.publish_tiles(ring, problem)
             if warp == LOAD_WARP:
-                self.load(stages, ring, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout)
+                self.load(stages, ring, atom_a, m_a, s_a, atom_b, m_b, s_b, problem)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[self.math_warpgroups][1])
             self.compute(
@@ -216,60 +218,68 @@ class Hopper(GroupedKernel):
             )  # fmt: skip
 
     @cute.jit
-    def load(self, stages, ring, atom_a, m_a, s_a, atom_b, m_b, s_b, problem, cta_layout):
-        """The load warp: for every tile, every stage's part of A and B that this CTA brings (for its whole row or column of the cluster)."""
+    def load(self, stages, ring, atom_a, m_a, s_a, atom_b, m_b, s_b, problem):
+        """The load warp: for every tile, what this CTA brings of every stage of A and B."""
         tile = self.tile
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        coord = cta_layout.get_flat_coord(rank)
-        mask_a = cute.make_layout_image_mask(cta_layout, coord, mode=1) if tile.cluster_n > 1 else 0
-        mask_b = cute.make_layout_image_mask(cta_layout, coord, mode=0) if tile.cluster_m > 1 else 0
-
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
-        expert, _, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
-        ring_state.advance()
+        expert, _, begin, end, row, col, beside = self.scheduler.read_tile(ring, ring_state, keep=True)
         while expert >= 0:
             num_blocks = self.num_blocks(problem, expert, begin, end)
-            if num_blocks > 0:
+            if self.without_blocks(num_blocks):
+                self.scheduler.give_back(ring, ring_state)
+            else:
                 map_b, map_expert = self.expert_map(problem, expert)
+                last_blocks = cutlass.max(num_blocks - self.stages, 0)
                 for block in cutlass.range(num_blocks, unroll=1):
+                    if block == last_blocks:
+                        self.scheduler.give_back(ring, ring_state)
                     g_a = self.block_of_a(m_a, tile.m, begin, end, row, block)
                     g_b = self.block_of_b(m_b, tile.n, begin, end, col, map_expert, block)
-                    part_s_a, part_g_a = self.part(atom_a, g_a, s_a, coord[1], tile.cluster_n)
-                    part_s_b, part_g_b = self.part(atom_b, g_b, s_b, coord[0], tile.cluster_m)
                     stages.producer_acquire(state)
                     barrier = stages.producer_get_barrier(state)
-                    cute.copy(
-                        atom_a, part_g_a, part_s_a[None, state.index], tma_bar_ptr=barrier, mcast_mask=mask_a
-                    )  # fmt: skip
-                    cute.copy(
-                        atom_b, part_g_b, part_s_b[None, state.index],
-                        tma_bar_ptr=barrier, mcast_mask=mask_b, tma_desc_ptr=map_b,
-                    )  # fmt: skip
+                    self.bring(atom_a, g_a, s_a, None, state.index, barrier, beside != 0)
+                    self.bring(atom_b, g_b, s_b, map_b, state.index, barrier, beside == 0)
                     state.advance()
-            expert, _, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
             ring_state.advance()
+            expert, _, begin, end, row, col, beside = self.scheduler.read_tile(ring, ring_state, keep=True)
+        self.scheduler.give_back(ring, ring_state)
         stages.producer_tail(state)
 
-    @staticmethod
-    def part(atom, g_block, s_stages, cta, ctas):
-        """One CTA's part of a block and of the stages, of which `ctas` bring a part each."""
-        return cpasync.tma_partition(
-            atom, cta, cute.make_layout(ctas), cute.group_modes(s_stages, 0, 2), cute.group_modes(g_block, 0, 2)
+    @cute.jit
+    def bring(self, atom, g_block, s_stages, tensor_map, stage, barrier, shared):
+        """A block of one operand to a stage. Of a pair, shared: this CTA's half, for both CTAs; else both halves, for itself."""
+        if cutlass.const_expr(self.ctas == 1):
+            self.copy(atom, g_block, s_stages, tensor_map, stage, barrier, 0, 0)
+        else:
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+            half, mask = Int32(0), Int32(1) << rank
+            if shared:
+                half, mask = rank, Int32(3)
+            self.copy(atom, g_block, s_stages, tensor_map, stage, barrier, half, mask)
+            if not shared:
+                self.copy(atom, g_block, s_stages, tensor_map, stage, barrier, 1, mask)
+
+    @cute.jit
+    def copy(self, atom, g_block, s_stages, tensor_map, stage, barrier, part, mask):
+        """One part of a block, as many as CTAs, to the CTAs of the mask."""
+        s_part, g_part = cpasync.tma_partition(
+            atom, part, cute.make_layout(self.ctas), cute.group_modes(s_stages, 0, 2), cute.group_modes(g_block, 0, 2)
         )
+        cute.copy(
+            atom, g_part, s_part[None, stage],
+            tma_bar_ptr=barrier, mcast_mask=cutlass.Int16(mask), tma_desc_ptr=tensor_map,
+        )  # fmt: skip
 
     @cute.jit
     def compute(self, stages, ring, s_a, s_b, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c, problem, wg, thread):
         """A math warpgroup: accumulates rows [64 wg, 64 wg + 64) of the tile, or these columns, then scales, converts and stores them."""
         warp = cute.arch.make_warp_uniform(thread // 32)
-        tiled_mma = self._tiled_mma()
-        thr_mma = tiled_mma.get_slice(thread)
         if cutlass.const_expr(self.swapped):
             s_a, s_b = s_b, s_a
-        s_a_wg = cute.local_tile(s_a, (SLAB_ROWS, self.tile.k, self.stages), (wg, 0, 0))
-        r_a = tiled_mma.make_fragment_A(thr_mma.partition_A(s_a_wg))
-        r_b = tiled_mma.make_fragment_B(thr_mma.partition_B(s_b))
         columns = self.tile.m if cutlass.const_expr(self.swapped) else self.tile.n
+        tiled_mma = self._tiled_mma(columns)
+        s_a_wg = cute.local_tile(s_a, (SLAB_ROWS, self.tile.k, self.stages), (wg, 0, 0))
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((SLAB_ROWS, columns)), Float32)
         acc.fill(0.0)
 
@@ -283,12 +293,11 @@ class Hopper(GroupedKernel):
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
         stage_d = Int32(0)
-        if cutlass.const_expr(self.defers):
-            # D of the tile before, two elements a word; which of its slabs is stored next; where.
-            pending = cute.make_rmem_tensor(cute.size(acc) // 2, Int32)
-            pending_slab = Int32(self.num_slabs("d"))
-            pending_place = (Int32(0), Int32(0), Int32(0), Int32(0))
-        expert, group, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
+        # The last slabs of the tile before, in words; which of them is stored next; where.
+        pending = cute.make_rmem_tensor(16 * DEFERRED_SLABS if self.defers else 1, Int32)
+        pending_slab = Int32(self.num_slabs("d"))
+        pending_place = (Int32(0), Int32(0), Int32(0), Int32(0))
+        expert, group, begin, end, row, col, _ = self.scheduler.read_tile(ring, ring_state)
         ring_state.advance()
         more = cutlass.Boolean(True) if cutlass.const_expr(self.defers) else expert >= 0
         while more:
@@ -309,24 +318,15 @@ class Hopper(GroupedKernel):
                     state.advance()
                     release.advance()
                 num_blocks = 0
-            for i in cutlass.range(num_blocks, unroll=1):
-                stages.consumer_wait(state)
-                warpgroup.fence()
-                for block in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
-                    tiled_mma.set(warpgroup.Field.ACCUMULATE, i > 0 if block == 0 else True)
-                    at = (None, None, block, state.index)
-                    cute.gemm(tiled_mma, acc, r_a[at], r_b[at], acc)
-                warpgroup.commit_group()
-                state.advance()
-                warpgroup.wait_group(1)
-                if i > 0:
-                    stages.consumer_release(release)
-                    release.advance()
-                if cutlass.const_expr(self.defers):
-                    for slab in cutlass.range_constexpr(self.num_slabs("d")):
-                        if pending_slab == slab:
-                            stage_d = self.store_pending(slabs_d, pending, slab, stage_d, pending_place)
-                    pending_slab += 1
+            blocks = (stages, s_a_wg, s_b, acc, num_blocks, state, release)
+            deferred = (slabs_d, pending, pending_slab, stage_d, pending_place)
+            if cutlass.const_expr(self.narrow is None):
+                state, release, pending_slab, stage_d = self.multiply(columns, thread, *blocks, *deferred)
+            else:
+                if self.scheduler.result_cols(problem) - col <= self.narrow:
+                    state, release, pending_slab, stage_d = self.multiply(self.narrow, thread, *blocks, *deferred)
+                else:
+                    state, release, pending_slab, stage_d = self.multiply(columns, thread, *blocks, *deferred)
             # While the last block is multiplied: the factors, and the next tile.
             if cutlass.const_expr(self.swapped):
                 col += wg * SLAB_ROWS
@@ -341,7 +341,7 @@ class Hopper(GroupedKernel):
                     )
             place = (expert, row, end, col)
             if more:
-                expert, group, begin, end, row, col = self.scheduler.read_tile(ring, ring_state)
+                expert, group, begin, end, row, col, _ = self.scheduler.read_tile(ring, ring_state)
                 ring_state.advance()
             warpgroup.wait_group(0)
             if num_blocks > 0:
@@ -362,18 +362,54 @@ class Hopper(GroupedKernel):
                     acc[i] = acc[i] * a
             if cutlass.const_expr(s_c is not None):
                 if more:
-                    stage_d = self.store("c", slabs_c, acc, stage_d, place)
+                    stage_d = self.store("c", slabs_c, acc, self.num_slabs("c"), stage_d, place)
                 for i in cutlass.range_constexpr(cute.size(acc)):
                     acc[i] = acc[i] * factors[self.row_index(i)][2]
             if cutlass.const_expr(self.defers):
+                if cutlass.const_expr(self.at_once > 0):
+                    if more:
+                        stage_d = self.store("d", slabs_d, acc, self.at_once, stage_d, place)
                 self.convert(slabs_d, acc, pending, problem.d_type)
-                pending_slab = Int32(0)
+                pending_slab = Int32(self.at_once)
                 pending_place = place
             else:
-                stage_d = self.store("d", slabs_d, acc, stage_d, place)
+                stage_d = self.store("d", slabs_d, acc, self.at_once, stage_d, place)
                 more = expert >= 0
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def multiply(
+        self, columns: cutlass.Constexpr, thread, stages, s_a, s_b, acc, num_blocks, state, release,
+        slabs_d, pending, pending_slab, stage_d, pending_place,
+    ):  # fmt: skip
+        """All blocks of a tile, of its first columns; meanwhile stores what is pending. The last stage is still to be handed back."""
+        tiled_mma = self._tiled_mma(columns)
+        thr_mma = tiled_mma.get_slice(thread)
+        s_b = cute.local_tile(s_b, (columns, self.tile.k, self.stages), (0, 0, 0))
+        r_a = tiled_mma.make_fragment_A(thr_mma.partition_A(s_a))
+        r_b = tiled_mma.make_fragment_B(thr_mma.partition_B(s_b))
+        shape = tiled_mma.partition_shape_C((SLAB_ROWS, columns))
+        acc = cute.make_tensor(acc.iterator, tiled_mma.make_fragment_C(shape).layout)
+        for i in cutlass.range(num_blocks, unroll=1):
+            stages.consumer_wait(state)
+            warpgroup.fence()
+            for block in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
+                tiled_mma.set(warpgroup.Field.ACCUMULATE, i > 0 if block == 0 else True)
+                at = (None, None, block, state.index)
+                cute.gemm(tiled_mma, acc, r_a[at], r_b[at], acc)
+            warpgroup.commit_group()
+            state.advance()
+            warpgroup.wait_group(1)
+            if i > 0:
+                stages.consumer_release(release)
+                release.advance()
+            if cutlass.const_expr(self.defers):
+                for slab in cutlass.range_constexpr(self.at_once, self.num_slabs("d")):
+                    if pending_slab == slab:
+                        stage_d = self.store_pending(slabs_d, pending, slab, stage_d, pending_place)
+                pending_slab += 1
+        return state, release, pending_slab, stage_d
 
     def slab_store(self, output, atom, m, s_slabs, type_code, tiled_mma, wg, thread, barrier):
         """How a math warpgroup stores C or D."""
@@ -405,21 +441,28 @@ class Hopper(GroupedKernel):
         return self.place(expert, row, end, col + slab * self.slab(output)[1], SLAB_ROWS)
 
     @cute.jit
-    def store(self, output: cutlass.Constexpr, slabs, acc, stage, place):
-        """All slabs of a warpgroup's rows; the stage after the last."""
-        for slab in cutlass.range_constexpr(self.num_slabs(output)):
+    def store(self, output: cutlass.Constexpr, slabs, acc, count: cutlass.Constexpr, stage, place):
+        """The first slabs of a warpgroup's rows; the stage after the last."""
+        for slab in cutlass.range_constexpr(count):
             slabs.store(self.slab_of(slabs, acc, slab), stage, self.place_slab(output, place, slab))
             stage = (stage + 1) % self.slab_stages
         return stage
 
     @cute.jit
     def convert(self, slabs, acc, pending, type_code):
-        """Accumulators to D's type, slab by slab, into words: as 16-bit elements each would have a register of its own."""
-        for slab in cutlass.range_constexpr(self.num_slabs("d")):
+        """The last slabs' accumulators to D's type, into words: as 16-bit elements each would have a register of its own."""
+        for slab in cutlass.range_constexpr(self.at_once, self.num_slabs("d")):
             r_d = epilogue.convert(self.slab_of(slabs, acc, slab), self.outputs["d"], type_code)
             words = cute.recast_tensor(r_d, Int32)
             for i in cutlass.range_constexpr(cute.size(words)):
-                pending[slab * cute.size(words) + i] = words[i]
+                word = words[i]
+                if cutlass.const_expr(self.outputs["d"].width == 32):
+                    # Not converted: else it and the accumulator are one value, and the next tile's matrix instructions, which
+                    # overwrite only the latter, wait for each other.
+                    word = cute.arch.inline_ptx(
+                        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word]
+                    )
+                pending[(slab - self.at_once) * cute.size(words) + i] = word
 
     @cute.jit
     def store_pending(self, slabs, pending, slab: cutlass.Constexpr, stage, place):
@@ -427,14 +470,14 @@ class Hopper(GroupedKernel):
         r_d = cute.make_rmem_tensor(slabs.thr_s[None, None, None, 0].shape, self.outputs["d"])
         words = cute.recast_tensor(r_d, Int32)
         for i in cutlass.range_constexpr(cute.size(words)):
-            words[i] = pending[slab * cute.size(words) + i]
+            words[i] = pending[(slab - self.at_once) * cute.size(words) + i]
         slabs.stage(r_d, stage, self.place_slab("d", place, slab))
         return (stage + 1) % self.slab_stages
 
     @cute.jit
     def flush(self, slabs, pending, first, stage, place):
         """The slabs of what `convert` made from `first` on; the stage after the last."""
-        for slab in cutlass.range_constexpr(self.num_slabs("d")):
+        for slab in cutlass.range_constexpr(self.at_once, self.num_slabs("d")):
             if slab >= first:
                 stage = self.store_pending(slabs, pending, slab, stage, place)
         return stage
@@ -479,7 +522,7 @@ class Hopper(GroupedKernel):
             if cutlass.const_expr(self.has_bias):
                 acc[i] = acc[i] * a + of_bias * s_bias[self.column_of(i, wg, thread)]
             else:
-                acc[i] = acc[i] * a * prob
+                acc[i] = acc[i] * (a * prob)
 
 
 class GroupedGemm(Hopper, Forward):

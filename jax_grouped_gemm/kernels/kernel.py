@@ -34,7 +34,7 @@ class GroupedKernel:
         self.variant = variant
         self.tile = tile
         self.threads = threads
-        self.cluster_size = tile.cluster_m * tile.cluster_n
+        self.cluster_size = tile.cluster_m
         self.scheduler = self.make_scheduler(tile, tile_readers)
         self.slab_rows = slab_rows
         self.slab_groups = slab_groups

@@ -8,12 +8,16 @@ Groups. Group g is expert g's, or that of the call's list of experts. A group wh
 Tiles. `RaggedRows`: tiles of the result's rows, of every group, and after the last group of a pseudo-group of the rows at or past the last offset; those of
 rows without an expert have no contraction and so store zeros. `RaggedContraction`: tiles of the whole result of every group that has an expert.
 
+Pairs. The two CTAs of a cluster have their tiles stacked. Where the last rows of a group are no more than one tile's, a pair that can turn has them side by
+side instead: no CTA is without rows. The two CTAs of Blackwell's matrix instruction cannot.
+
 Order. Groups in order; inside a group, bands of BAND cluster rows; inside a band, cluster rows fastest: clusters that run at the same time then
-share few row panels of A and few column panels of B in L2.
+share few row panels of A and few column panels of B in L2. A turned row comes with the last band, after every two of its columns.
 
 Schedule. The first tile of a cluster is that of its own index. Static: then every C-th, where C is the number of clusters. Dynamic, where the call has
 a counter: then whichever the counter, shared by all clusters, says is next. The first CTA of a cluster asks it and tells the others. It does so no earlier than
-all warps of its CTA have read the tile before, so that at the end no cluster holds tiles that another could have done.
+all warps of its CTA have given the tile before back, which the load warp does when it has few blocks left to bring: no cluster holds a tile that another could
+do sooner, and tiles of one group, which share what is in L2, begin at about the same time.
 
 Any int32 offsets are safe: every end is clamped to [previous end, M].
 """
@@ -28,8 +32,8 @@ LANES = 32
 BAND = 8
 RING_STAGES = 3
 # A published tile: (expert, group, first row of the contraction or of the tile, end of the group's rows, and of the tile in the
-# result, first row, first column).
-TILE_WORDS = 6
+# result, first row, first column, whether the pair's tiles lie side by side).
+TILE_WORDS = 7
 NO_MORE_TILES = -1
 CLAIM_BYTES = 4
 
@@ -62,13 +66,12 @@ class Ring:
 
 
 class TileScheduler:
-    """What a group's tiles are, a subclass says: `cluster_rows_of` a group, and where a tile of it lies, `place`."""
+    """What a group's tiles are, a subclass says: `result_rows` of a group, and where a tile of it lies, `place`."""
 
     def __init__(self, tile, num_consumer_warps):
         self.tile = tile
-        self.cluster_size = tile.cluster_m * tile.cluster_n
+        self.cluster_size = tile.cluster_m
         self.cluster_rows = tile.m * tile.cluster_m
-        self.cluster_cols = tile.n * tile.cluster_n
         self.num_consumer_warps = num_consumer_warps
 
     def make_ring(self, storage, warp):
@@ -102,7 +105,7 @@ class TileScheduler:
         """The scheduler warp's whole work. Lane i of the walk holds group chunk + i."""
         lane = cute.arch.lane_idx()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        num_cols = cute.ceil_div(self.result_cols(problem), self.cluster_cols)
+        num_cols = cute.ceil_div(self.result_cols(problem), self.tile.n)
         g_offsets = cute.make_tensor(problem.offsets, cute.make_layout(problem.groups))
 
         bidx, _, _ = cute.arch.block_idx()
@@ -138,7 +141,8 @@ class TileScheduler:
                     begin = last_end
                 last_end = cute.arch.shuffle_sync(end, LANES - 1)
 
-                tiles_end = self.cluster_rows_of(problem, chunk + lane, begin, end) * num_cols
+                stacked, turned = self.cluster_rows_of(problem, chunk + lane, begin, end)
+                tiles_end = stacked * num_cols + turned * cute.ceil_div(num_cols, 2)
                 for shift in cutlass.range_constexpr(5):
                     other = cute.arch.shuffle_sync_up(tiles_end, 1 << shift)
                     if lane >= 1 << shift:
@@ -149,24 +153,33 @@ class TileScheduler:
             more = index < last_tiles_end
             expert, group = Int32(NO_MORE_TILES), Int32(0)
             group_begin, group_end = Int32(0), Int32(0)
-            row, col = Int32(0), Int32(0)
+            row, col, beside = Int32(0), Int32(0), Int32(0)
             if more:
                 owner = cute.arch.popc(cute.arch.vote_ballot_sync(tiles_end <= index))
                 group = chunk + owner
                 expert = self.expert_of(problem, group)
                 group_begin = cute.arch.shuffle_sync(begin, owner)
                 group_end = cute.arch.shuffle_sync(end, owner)
-                num_rows = self.cluster_rows_of(problem, group, group_begin, group_end)
-                local = index - (cute.arch.shuffle_sync(tiles_end, owner) - num_rows * num_cols)
+                num_rows, turned = self.cluster_rows_of(problem, group, group_begin, group_end)
+                local = index - cute.arch.shuffle_sync(tiles_end, owner)
+                local += num_rows * num_cols + turned * cute.ceil_div(num_cols, 2)
 
-                band = local // (BAND * num_cols)
+                band = cutlass.min(local // (BAND * num_cols), cutlass.max(num_rows - 1, 0) // BAND)
                 local -= band * (BAND * num_cols)
                 band_rows = cutlass.min(num_rows - band * BAND, BAND)
-                cluster_col = local // band_rows
-                cluster_row = band * BAND + local - cluster_col * band_rows
-
-                row = cluster_row * self.cluster_rows + rank % self.tile.cluster_m * self.tile.m
-                col = cluster_col * self.cluster_cols + rank // self.tile.cluster_m * self.tile.n
+                if num_rows > (band + 1) * BAND:
+                    turned = Int32(0)
+                # Two columns of the band, and what is turned.
+                pair = local // (2 * band_rows + turned)
+                local -= pair * (2 * band_rows + turned)
+                if turned != 0 and local >= band_rows * cutlass.min(num_cols - 2 * pair, 2):
+                    row = num_rows * self.cluster_rows
+                    col = (2 * pair + rank) * self.tile.n
+                    beside = Int32(1)
+                else:
+                    column = local // band_rows
+                    row = (band * BAND + local - column * band_rows) * self.cluster_rows + rank * self.tile.m
+                    col = (2 * pair + column) * self.tile.n
 
             ring.pipe.producer_acquire(state)
             # The first lane's tile starts the entry's next round. A lane that had not begun to wait for this one would miss it, and wait for ever.
@@ -174,10 +187,11 @@ class TileScheduler:
             if lane == 0:
                 for i, word in enumerate(self.place(expert, group, group_begin, group_end, row, col)):
                     ring.s_tiles[i, state.index] = word
+                ring.s_tiles[TILE_WORDS - 1, state.index] = beside
                 ring.pipe.producer_commit(state)
             if dynamic:
                 if more:
-                    # The tile has been read by all when its entry may be written again: the other phase of its barrier.
+                    # The tile has been given back by all when its entry may be written again: the other phase of its barrier.
                     ring.pipe.sync_object_empty.wait(state.index, state.phase ^ 1)
                     index = num_clusters + self.claim(ring, problem.counter, rank, claims)
                     claims += 1
@@ -214,6 +228,19 @@ class TileScheduler:
         return value
 
     @cute.jit
+    def cluster_rows_of(self, problem, group: Int32, begin: Int32, end: Int32):
+        """(stacked, turned): of a group's tiles; at most one is turned."""
+        rows = self.result_rows(problem, group, begin, end)
+        turned = Int32(0)
+        if cutlass.const_expr(self.tile.turns):
+            stacked = (rows + self.tile.m - 1) // self.cluster_rows
+            if rows > stacked * self.cluster_rows:
+                turned = Int32(1)
+        else:
+            stacked = cute.ceil_div(rows, self.cluster_rows)
+        return stacked, turned
+
+    @cute.jit
     def expert_of(self, problem, group: Int32):
         """problem.l: none."""
         expert = problem.l
@@ -226,14 +253,20 @@ class TileScheduler:
         return expert
 
     @cute.jit
-    def read_tile(self, ring: Ring, state):
-        """(expert, group, begin, end, row, col) of the next tile, for one consumer warp; expert < 0 after the last. The caller advances `state`."""
+    def read_tile(self, ring: Ring, state, keep: cutlass.Constexpr = False):
+        """The words of the next tile, for one consumer warp; expert < 0 after the last. keep: `give_back` is left to the caller. So is to advance `state`."""
         ring.pipe.consumer_wait(state)
         words = [ring.s_tiles[i, state.index] for i in range(TILE_WORDS)]
         cute.arch.sync_warp()
+        if cutlass.const_expr(not keep):
+            self.give_back(ring, state)
+        return tuple(cute.arch.make_warp_uniform(word) for word in words)
+
+    @cute.jit
+    def give_back(self, ring: Ring, state):
+        """The entry of a tile that the warp has read."""
         if cute.arch.lane_idx() == 0:
             ring.pipe.consumer_release(state)
-        return tuple(cute.arch.make_warp_uniform(word) for word in words)
 
 
 class RaggedRows(TileScheduler):
@@ -242,8 +275,8 @@ class RaggedRows(TileScheduler):
     def result_cols(self, problem):
         return problem.n
 
-    def cluster_rows_of(self, problem, group, begin, end):
-        return cute.ceil_div(end - begin, self.cluster_rows)
+    def result_rows(self, problem, group, begin, end):
+        return end - begin
 
     def place(self, expert, group, begin, end, row, col):
         return expert, group, begin + row, end, begin + row, col
@@ -263,10 +296,10 @@ class RaggedContraction(TileScheduler):
         return problem.k
 
     @cute.jit
-    def cluster_rows_of(self, problem, group: Int32, begin: Int32, end: Int32):
+    def result_rows(self, problem, group: Int32, begin: Int32, end: Int32):
         rows = Int32(0)
         if group < problem.groups and self.expert_of(problem, group) < problem.l:
-            rows = cute.ceil_div(problem.n, self.cluster_rows)
+            rows = problem.n
         if cutlass.const_expr(self.accumulate):
             if begin == end:
                 rows = Int32(0)

@@ -65,6 +65,10 @@ class Wgrad(GroupedKernel):
         """Of the contraction, `tile.k` rows each."""
         return cute.ceil_div(end - begin, self.tile.k)
 
+    def without_blocks(self, num_blocks):
+        """A tile has nothing to multiply; such tiles there are not where results are added to."""
+        return False if self.variant.accumulate else num_blocks == 0
+
     def rows_end(self, problem, end):
         return problem.n
 

@@ -9,7 +9,7 @@ import device
 import numpy as np
 import oracle
 import wgrad
-from problem import Problem
+from problem import Problem, cluster_tiles, loaded_rows
 
 BIASES = (None, "float32", "bfloat16", "float16")
 DTYPES_16 = ("bfloat16", "float16")
@@ -23,7 +23,7 @@ def problems(variant):
 
 def forward_problems(tile):
     """For one tile: rows and columns of a cluster, tails of everything, and enough tiles that every ring wraps."""
-    rows, cols = tile.m * tile.cluster_m, tile.n * tile.cluster_n
+    rows, cols = tile.m * tile.cluster_m, tile.n
     # Four times as many groups as the scheduler warp has lanes; most are empty, in two of the four all, and one has more
     # cluster rows than a band.
     sizes = [0] * 128
@@ -33,14 +33,14 @@ def forward_problems(tile):
     experts[0], experts[94] = -(2**31), experts[70]
     return (
         # One cluster does it all: more tiles than three times the accumulators, an odd number of K blocks, more of them than
-        # slabs of D, and more in all than there are stages.
-        Problem("ragged", (rows, rows + 1, rows + 1, 2 * rows + 3), 3 * rows + 40, cols + 8, 5 * 64 - 24),
-        # Several clusters share the tiles, by the counter; one K block.
+        # slabs of D, and more in all than there are stages. Three columns of tiles, for pairs that turn; the last one is narrow.
+        Problem("ragged", (rows, rows + 1, rows + 1, 2 * rows + 3), 3 * rows + 40, 2 * cols + 8, 5 * 64 - 24),
+        # Several clusters share the tiles, by the counter; one K block. The longest group's last rows turn, with three columns.
         Problem(
             "many groups",
             tuple(np.cumsum(sizes).tolist()),
             sum(sizes) + 9,
-            cols + 16,
+            (2 if tile.turns else 1) * cols + 16,
             16,
             clusters=2,
             dynamic=True,
@@ -120,18 +120,17 @@ def work(variant, case):
     if device.is_wgrad(variant):
         return wgrad.work(variant, case)
     tile, k, n = variant.tile, case.a.shape[1], case.b.shape[1 if case.b_major == "k" else 2]
-    rows, cols = tile.m * tile.cluster_m, tile.n * tile.cluster_n
 
     def tiles(groups):
-        return sum(-(-(end - begin) // rows) for begin, end in groups) * -(-n // cols)
+        return np.sum([cluster_tiles(tile, end - begin, n) for begin, end in groups], axis=0)
 
     groups = case.groups()
     multiplied = [group for g, group in enumerate(groups) if case.expert(g) is not None]
-    block = 2 * tile.k * (rows + cols)  # of A and B, a whole cluster's
     outputs = ("D", "C") if case.generate_c else ("D",)
     element = sum(4 if case.dtype_of(output) == "float32" else 2 for output in outputs)
     tail = [(case.end(), case.a.shape[0])]
-    return tiles(multiplied) * -(-k // tile.k) * block, tiles(groups + tail) * rows * cols * element
+    loaded = loaded_rows(tile, *tiles(multiplied)) * -(-k // tile.k) * tile.k * 2
+    return loaded, sum(tiles(groups + tail)) * tile.cluster_m * tile.m * tile.n * element
 
 
 def run(variant, problem, case, i, policy, seed):

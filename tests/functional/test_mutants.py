@@ -8,7 +8,7 @@ from jax_grouped_gemm import config
 
 # One of each architecture and operation, other than those that the sweep and the checker were tuned on.
 KERNELS = (
-    "sm90_forward_128x128x64_cluster1x1_bn_dense_float16_scaled",
+    "sm90_forward_128x128x64_cluster2x1_bn_dense_float16_scaled",
     "sm100_forward_128x256x64_cluster2x1_pair_bn_pointers_bfloat16_bias",
     "sm90_wgrad_192x192x64_cluster1x1_float32_accumulate",
     "sm100_wgrad_128x256x64_cluster2x1_pair_bfloat16",

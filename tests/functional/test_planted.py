@@ -15,12 +15,13 @@ from jax_grouped_gemm import config
 
 PACKAGE = pathlib.Path(jax_grouped_gemm.__file__).parent
 HOPPER = "sm90_forward_128x192x64_cluster2x1_bn_pointers_bfloat16_bias"
-HOPPER_ONE = "sm90_forward_128x128x64_cluster1x1_bn_pointers_16bit_c_float32"
+HOPPER_SHORT = "sm90_forward_128x128x64_cluster2x1_bn_pointers_16bit_c_float32"
 HOPPER_DEFERS = "sm90_forward_128x256x64_cluster2x1_bk_dense_16bit_c_float32"
+HOPPER_DEFERS_HALF = "sm90_forward_128x256x64_cluster2x1_bn_pointers_float32_bias"
 HOPPER_SWAPPED = "sm90_forward_64x128x64_cluster1x1_swapped_bn_pointers_16bit_c_float32"
 BLACKWELL = "sm100_forward_128x256x64_cluster2x1_pair_bk_dense_float16_scaled"
 BLACKWELL_ONE = "sm100_forward_128x256x64_cluster1x1_bn_pointers_16bit_c_16bit"
-WGRAD_ONE = "sm90_wgrad_128x128x64_cluster1x1_bfloat16"
+WGRAD_TURNS = "sm90_wgrad_128x128x64_cluster2x1_bfloat16"
 WGRAD_ADDS = "sm90_wgrad_192x192x64_cluster1x1_float32_accumulate"
 WGRAD_PAIR = "sm100_wgrad_128x256x64_cluster2x1_pair_bfloat16"
 WGRAD_STORES = "sm100_wgrad_128x256x64_cluster1x1_float32"
@@ -164,7 +165,7 @@ MISTAKES = {
     ),
     # --- weight gradients
     "rows of X past a group's end are loaded": (
-        WGRAD_ONE,
+        WGRAD_TURNS,
         "wgrad",
         "self._block(m_a, columns, begin, end, row, block)",
         "self._block(m_a, columns, begin, end + self.tile.k, row, block)",
@@ -185,7 +186,7 @@ MISTAKES = {
         {"result"},
     ),
     "a load does not go around": (
-        WGRAD_ONE,
+        WGRAD_TURNS,
         "operands",
         "return WRAP - rows, row + rows, WRAP",
         "return WRAP - rows, row + rows, WRAP - 1",
@@ -203,10 +204,10 @@ MISTAKES = {
         "scheduler",
         "return expert, group, begin, end, row, col",
         "return expert, group, end, begin, row, col",
-        {"result", "work"},
+        {"result", "work", "deadlock"},
     ),
     "a result goes where the group is, not its expert": (
-        WGRAD_ONE,
+        WGRAD_TURNS,
         "scheduler",
         "return expert, group, begin, end, row, col",
         "return group, group, begin, end, row, col",
@@ -220,7 +221,7 @@ MISTAKES = {
         {"deadlock", "unwritten", "result", "race"},
     ),
     "alpha of a group without rows is not zeroed": (
-        WGRAD_ONE,
+        WGRAD_TURNS,
         "gemm_sm90",
         "problem.alpha, group, num_blocks > 0)",
         "problem.alpha, group, num_blocks >= 0)",
@@ -278,9 +279,94 @@ MISTAKES = {
     "slabs that wait are stored where the next tile lies": (
         HOPPER_DEFERS,
         "gemm_sm90",
-        "self.store_pending(slabs_d, pending, slab, stage_d, pending_place)",
-        "self.store_pending(slabs_d, pending, slab, stage_d, (expert, row, end, col))",
+        "self.flush(slabs_d, pending, pending_slab, stage_d, pending_place)",
+        "self.flush(slabs_d, pending, pending_slab, stage_d, place)",
         {"unwritten", "result", "race"},
+    ),
+    "slabs that do not wait are stored after the last tile too": (
+        HOPPER_DEFERS_HALF,
+        "gemm_sm90",
+        '                    if more:\n                        stage_d = self.store("d"',
+        '                    if True:\n                        stage_d = self.store("d"',
+        {"work"},
+    ),
+    "a slab that does not wait waits too": (
+        HOPPER_DEFERS_HALF,
+        "gemm_sm90",
+        "self.convert(slabs_d, acc, pending, problem.d_type)\n                pending_slab = Int32(self.at_once)",
+        "self.convert(slabs_d, acc, pending, problem.d_type)\n                pending_slab = Int32(self.at_once + 1)",
+        {"unwritten", "result", "work"},
+    ),
+    "the entry of a tile without blocks is kept": (
+        HOPPER,
+        "gemm_sm90",
+        "            if self.without_blocks(num_blocks):\n                self.scheduler.give_back(ring, ring_state)\n            else:",
+        "            if num_blocks > 0:",
+        {"deadlock"},
+    ),
+    "the entry of a tile is given back twice": (
+        BLACKWELL_ONE,
+        "gemm_sm100",
+        "if block == last_blocks:",
+        "if block >= last_blocks:",
+        {"barrier", "race", "deadlock"},
+    ),
+    # --- pairs that turn
+    "a pair's tiles are loaded as if they were stacked": (
+        HOPPER,
+        "gemm_sm90",
+        "self.bring(atom_a, g_a, s_a, None, state.index, barrier, beside != 0)",
+        "self.bring(atom_a, g_a, s_a, None, state.index, barrier, beside > 1)",
+        {"deadlock", "barrier", "work", "race"},
+    ),
+    "both CTAs bring the same half of what they share": (
+        WGRAD_TURNS,
+        "gemm_sm90",
+        "half, mask = rank, Int32(3)",
+        "half, mask = Int32(0), Int32(3)",
+        {"race", "uninitialized", "result"},
+    ),
+    "what a pair shares is brought to one CTA": (
+        HOPPER_SHORT,
+        "gemm_sm90",
+        "half, mask = rank, Int32(3)",
+        "half, mask = rank, Int32(1) << rank",
+        {"deadlock"},
+    ),
+    "rows of both CTAs are turned": (
+        HOPPER,
+        "scheduler",
+        "(rows + self.tile.m - 1) // self.cluster_rows",
+        "rows // self.cluster_rows",
+        {"result", "unwritten", "work"},
+    ),
+    "a turned tile is looked for after two columns where there is one": (
+        HOPPER,
+        "scheduler",
+        "band_rows * cutlass.min(num_cols - 2 * pair, 2)",
+        "band_rows * 2",
+        {"result", "unwritten", "work"},
+    ),
+    "a turned row comes with every band": (
+        HOPPER,
+        "scheduler",
+        "                if num_rows > (band + 1) * BAND:\n                    turned = Int32(0)\n",
+        "",
+        {"result", "unwritten", "work", "race"},
+    ),
+    "the second column of a turned tile is the first": (
+        HOPPER_SHORT,
+        "scheduler",
+        "col = (2 * pair + rank) * self.tile.n",
+        "col = 2 * pair * self.tile.n",
+        {"result", "unwritten", "work", "race"},
+    ),
+    "a tile is narrow that has more columns": (
+        HOPPER,
+        "gemm_sm90",
+        "problem) - col <= self.narrow:",
+        "problem) - col <= 2 * self.narrow:",
+        {"result"},
     ),
     "a tile adds to what the one before left": (
         HOPPER,
@@ -304,7 +390,7 @@ MISTAKES = {
         {"deadlock", "barrier"},
     ),
     "lanes part before a stage is handed back that nobody multiplied": (
-        HOPPER_ONE,
+        WGRAD_ADDS,
         "gemm_sm90",
         "might miss it.\n                    cute.arch.sync_warp()\n",
         "might miss it.\n",
@@ -318,7 +404,7 @@ MISTAKES = {
         {"result"},
     ),
     "a stage that nobody multiplied is kept": (
-        WGRAD_ONE,
+        WGRAD_TURNS,
         "gemm_sm90",
         "                    stages.consumer_release(state)\n",
         "",

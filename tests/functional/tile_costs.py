@@ -27,15 +27,15 @@ def measure(variant):
     """{what: number per tile of one CTA}"""
     tile = variant.tile
     if device.is_wgrad(variant):
-        problem = Problem("statistics", (K,), K, ROWS, tile.n * tile.cluster_n)
+        problem = Problem("statistics", (K,), K, ROWS, tile.n)
     else:
-        problem = Problem("statistics", (ROWS,), ROWS, tile.n * tile.cluster_n, K)
+        problem = Problem("statistics", (ROWS,), ROWS, tile.n, K)
     case = sweep.make_case(variant, problem, 0)
     device.register_with_prologues(variant)
     device.statistics()
     device.run(variant, case, clusters=1, policy="eager")
     found = device.statistics()
-    tiles = -(-ROWS // tile.m) * tile.cluster_n
+    tiles = -(-ROWS // tile.m)
     row = {}
     for role, warps in ROLES[variant.arch].items():
         row[f"statements: {role}"] = sum(found.get(f"statements of warp {warp}", 0) for warp in warps) / tiles

@@ -2,12 +2,12 @@
 
 import numpy as np
 import oracle
-from problem import Problem
+from problem import Problem, cluster_tiles, loaded_rows
 
 
 def problems(tile):
     """For one tile: rows and columns of a cluster, and tails of everything."""
-    rows, cols = tile.m * tile.cluster_m, tile.n * tile.cluster_n
+    rows, cols = tile.m * tile.cluster_m, tile.n
     rng = np.random.default_rng(0)
     sizes = rng.choice([0, 0, 0, 1, 5, 64], 70)
     experts = [i - 6 for i in rng.permutation(70).tolist()]
@@ -56,12 +56,11 @@ def make_case(rng, variant, problem, alpha, exact):
 def work(variant, case):
     """(bytes that the copy engine must load, bytes that it must store): every tile once, none twice, none in vain."""
     tile = variant.tile
-    rows, cols, n, k = tile.m * tile.cluster_m, tile.n * tile.cluster_n, case.x.shape[1], case.y.shape[1]
-    tiles = -(-n // rows) * -(-k // cols)
+    tiles = cluster_tiles(tile, case.x.shape[1], case.y.shape[1])
     loaded = stored = 0
     for begin, end, expert in case.groups():
         if expert is not None:
-            loaded += tiles * -(-(end - begin) // tile.k) * 2 * tile.k * (rows + cols)
+            loaded += loaded_rows(tile, *tiles) * -(-(end - begin) // tile.k) * tile.k * 2
             if begin < end or not variant.accumulate:
-                stored += tiles * rows * cols * (4 if variant.d_dtype == "float32" else 2)
+                stored += sum(tiles) * tile.cluster_m * tile.m * tile.n * (4 if variant.d_dtype == "float32" else 2)
     return loaded, stored

@@ -41,7 +41,7 @@ class Problem:
 
     def tiles(self, tile):
         """(cluster tiles with a contraction, those of the tail)."""
-        columns = -(-self.n // (tile.n * tile.cluster_n))
+        columns = -(-self.n // tile.n)
         rows = tile.m * tile.cluster_m
         tail = self.m - self.offsets[-1]
         return sum(-(-size // rows) for size in self.sizes) * columns, -(-tail // rows) * columns
@@ -158,7 +158,7 @@ def tensor_maps(facts, problem):
 
 def work(facts, problem):
     """How often instructions are executed in all, by the start of their names: what a proof must have looked at."""
-    tile = next(tile for tile in config.TILES[100] if [tile.cluster_m, tile.cluster_n] == facts["cluster"])
+    tile = next(tile for tile in config.TILES[100] if list(tile.cluster_shape_mn) == facts["cluster"])
     ctas = facts["cluster"][0] * facts["cluster"][1]
     contracted, tail = problem.tiles(tile)
     k_tiles = -(-problem.k // tile.k)
