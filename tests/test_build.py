@@ -392,10 +392,12 @@ def test_conversion_scale_and_bias(name):
     }
     conversions = [c for d, n in zip(outputs(variant), in_code, strict=True) for c in wanted[d] * (n // 2)]
     assert sorted(re.findall(r"cvt\.r\S*", text)) == sorted(conversions)
-    # alpha and prob; alpha, and bias by an addition that multiplies it; D made of C by another factor.
+    # alpha and prob, on SM90 multiplied by each other for each of a thread's rows; alpha, and bias by an addition that multiplies it; D made of C by
+    # another factor.
     first, last = in_code[0], in_code[-1]
     computed = first if variant.arch == 90 or len(in_code) == 1 else first + last
-    multiply, add = {"plain": (0, 0), "alpha": (first, 0), "scaled": (2 * first, 0), "bias": (first, first)}.get(
+    factors = first if variant.arch == 100 else variant.tile.m // 4 if variant.tile.swapped else 2
+    multiply, add = {"plain": (0, 0), "alpha": (first, 0), "scaled": (first + factors, 0), "bias": (first, first)}.get(
         "alpha" if is_wgrad(variant) else variant.epilogue, (computed + last, computed)
     )
     assert len(re.findall(r"\bmul\S*f32", text)) == multiply

@@ -9,7 +9,7 @@ from .verify import LIFETIME, RACE, SYNCHRONISATION
 
 WAIT = r"\t// begin inline asm\n\t\{\n(?:(?!\t// end).*\n)*?\tmbarrier\.try_wait(?:.*\n)+?\t// end inline asm\n"
 # Where the scheduler publishes a tile: the first such store; the others are an epilogue's.
-PUBLISHED = r"\tst\.shared\.v2\.b32"
+PUBLISHED = r"\tst\.shared\.b32"
 CONSTANT = r"(mov\.b32 \t%r\d+, )"
 
 
