@@ -165,7 +165,7 @@ def compare(layer, functions, operands, reps):
         for name, program in compiled.items()
     }
     for arm in ready.values():
-        calibrate(arm, reps)
+        calibrate(arm, reps, slow_seconds=0.1)
     progress(f"{layer.name}: timing")
     interleave(ready)
     slowest = summarize(ready["ragged_dot"].samples).median

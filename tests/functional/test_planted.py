@@ -29,7 +29,7 @@ WGRAD_STORES = "sm100_wgrad_128x256x64_cluster1x1_float32"
 # kernel, module, what stands there (once), what is put in its place, kinds of fault that would be right
 MISTAKES = {
     "lanes part before a tile is published": (
-        HOPPER,
+        HOPPER_SHORT,
         "scheduler",
         "and wait for ever.\n            cute.arch.sync_warp()",
         "and wait for ever.",
