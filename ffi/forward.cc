@@ -68,7 +68,7 @@ void CheckForwardProblem(const ForwardProblem& problem) {
 int64_t Clusters(const StreamCall& call, const ForwardProblem& problem) {
   const Kernel& kernel = call.kernel();
   const int64_t rows = int64_t{kernel.tile.m} * kernel.cluster.m;
-  const int64_t columns = int64_t{kernel.tile.n} * kernel.cluster.n;
+  const int64_t columns = kernel.tile.n;
   const int64_t tiles =
       (CeilDiv(problem.m, rows) + problem.groups + 1) * CeilDiv(problem.n, columns);
   return std::min(tiles, call.FittingClusters(problem.overlap_margin));

@@ -87,7 +87,7 @@ struct Kernel {
   std::vector<FieldSlot> fields;  // values inside the parameter buffer
 
   // Not of prologues.
-  Extent cluster = {1, 1};
+  Extent cluster = {1, 1};  // CTAs along the rows, and along a tile's contraction
   Extent tile = {0, 0};
   Major b_major = K_MAJOR;
   Element d_element = NONE;

@@ -104,7 +104,7 @@ void Encode(const Driver& driver, const TensorView& view, const MapSpec& spec, c
         driver.cuTensorMapEncodeTiled_(
             map, DataType(view.element), view.rank, reinterpret_cast<void*>(view.base), view.dims,
             view.strides, spec.box, kElementStrides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-            Swizzle(spec.swizzle_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            Swizzle(spec.swizzle_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         "cuTensorMapEncodeTiled", where);
 }

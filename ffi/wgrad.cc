@@ -26,7 +26,7 @@ int64_t Clusters(const StreamCall& call, const WgradProblem& problem) {
   const Kernel& kernel = call.kernel();
   const int64_t fit = call.FittingClusters(problem.overlap_margin);
   const int64_t rows = int64_t{kernel.tile.m} * kernel.cluster.m;
-  const int64_t columns = int64_t{kernel.tile.n} * kernel.cluster.n;
+  const int64_t columns = kernel.tile.n;
   const int64_t tiles = CeilDiv(problem.n, rows) * CeilDiv(problem.k, columns);
   // The product of three extents may be more than an int64 holds, that of two is not.
   return std::min(problem.l * std::min(tiles, fit), fit);

@@ -62,7 +62,8 @@ def grouped_gemm(
         (False); by default the package chooses. Results are the same, bit for bit.
       mma_tiler_mn: rows and columns of D, e.g. (256, 256), that a CTA computes, or a pair of CTAs along M where the
         cluster has one; by default the package chooses among the compiled tiles.
-      cluster_shape_mn: CTAs of a cluster along M and N, e.g. (2, 1); by default the package chooses.
+      cluster_shape_mn: CTAs of a cluster along M and N, e.g. (2, 1); by default the package chooses. (1, 2) and (1, 4) with
+        mma_tiler_mn (64, 128), on SM90: that many share the contraction of one tile.
       overlap_margin: SMs that the kernels leave free, e.g. for communication at the same time.
       implementation: "cutedsl" for the CUDA kernels, "reference" for plain JAX, None for the kernels on GPUs of
         compute capability 9.0, 10.0 and 10.3 and the reference elsewhere, to which the four options before this one

@@ -32,6 +32,7 @@ class Tile:
       are no more than one CTA's: it then lies along the columns.
     two_cta: SM100 only, the pair of CTAs along M executes one matrix instruction together.
     swapped: SM90 only, for few rows: the matrix unit, whose rows come by 64, takes the weights for them, and the rows for columns.
+    split: of a swapped tile, for few tiles: so many CTAs, a cluster, share its contraction.
 
     A caller names it by `mma_tiler_mn` and `cluster_shape_mn`.
     """
@@ -42,9 +43,16 @@ class Tile:
     cluster_m: int = 1
     two_cta: bool = False
     swapped: bool = False
+    split: int = 1
+
+    @property
+    def cluster_size(self):
+        """CTAs of a cluster."""
+        return self.cluster_m * self.split
 
     @property
     def turns(self):
+        """Whether the CTAs of a pair may lie side by side."""
         return self.cluster_m == 2 and not self.two_cta
 
     @property
@@ -54,11 +62,12 @@ class Tile:
 
     @property
     def cluster_shape_mn(self):
-        return self.cluster_m, 1
+        """CTAs of a cluster: with tiles of their own, along the rows, times those that share a tile."""
+        return self.cluster_m, self.split
 
     def __str__(self):
         how = "_pair" if self.two_cta else "_swapped" if self.swapped else ""
-        return f"{self.m}x{self.n}x{self.k}_cluster{self.cluster_m}x1{how}"
+        return f"{self.m}x{self.n}x{self.k}_cluster{self.cluster_m}x{self.split}{how}"
 
 
 TILES = {
@@ -67,6 +76,8 @@ TILES = {
         Tile(128, 192, cluster_m=2),
         Tile(128, 128, cluster_m=2),
         Tile(64, 128, swapped=True),
+        Tile(64, 128, swapped=True, split=2),
+        Tile(64, 128, swapped=True, split=4),
     ),
     100: (Tile(128, 256, cluster_m=2, two_cta=True), Tile(128, 256)),
 }
@@ -175,8 +186,8 @@ def wished(tiles, mma_tiler_mn=None, cluster_shape_mn=None):
     )
 
 
-# SMs of the GPUs that the rules below have in mind: H100 SXM and H200; B200.
-SMS = {90: 132, 100: 148}
+# Clusters of so many CTAs that run at once on the GPUs that the rules below have in mind: H200, as its driver says (of four, some SMs are in none); B200.
+CLUSTERS = {90: {1: 132, 2: 66, 4: 30}, 100: {1: 148, 2: 74}}
 MEASURED = 90  # the architecture whose times chose when to hand out tiles by a counter; others are static unless a caller says else
 
 
@@ -199,10 +210,12 @@ class Cost:
 # Of TILES. For SM90 fitted to times on an H200 (docs/performance.md); for SM100 a guess: the ratio of bytes loaded.
 FORWARD_COSTS = {
     90: (
-        Cost(0.67, 0.75, 0.01, 0.38),
-        Cost(0.54, 0.75, 0.02, 0.39),
-        Cost(0.41, 0.42, 0.0, 0.31),
-        Cost(0.28, 0.84, 0.27, 0.39),
+        Cost(0.66, 1.23, 0.00, 0.44),
+        Cost(0.51, 1.19, 0.03, 0.43),
+        Cost(0.37, 0.94, 0.09, 0.32),
+        Cost(0.24, 1.23, 0.21, 0.49),
+        Cost(0.26, 1.94, 0.13, 0.29),
+        Cost(0.27, 2.65, 0.15, 0.16),
     ),
     100: (Cost(1.0, 4.7, 0.0, 0.0), Cost(1.5, 4.7, 0.0, 0.0)),
 }
@@ -216,8 +229,6 @@ WGRAD_COSTS = {
     100: (Cost(1.0, 4.7, 0.0, 0.0), Cost(1.5, 4.7, 0.0, 0.0)),
 }
 BYTES_PER_MICROSECOND = 4.2e6  # of an H200's memory, as copies reach
-# Sizes of groups, in units of their mean, that the forward rule has in mind, since only the device knows the real ones.
-GROUP_SIZES = (0.9, 1.1)
 # A cluster does one tile after another. Of few such waves the last counts as a whole one; of more, half.
 FEW_WAVES = 4
 # Of fewer, a counter has nothing to even out, and resetting it takes longer than what it could save.
@@ -225,8 +236,8 @@ DYNAMIC_WAVES = 2
 
 
 def _time(arch, tile, cost, tiles_of_result, blocks, pitches, elements):
-    """tiles_of_result: of a whole cluster. pitches: of the operands' rows. elements: read and written."""
-    waves = tiles_of_result / (SMS[arch] // tile.cluster_m)
+    """tiles_of_result: of a whole cluster. blocks: of one CTA. pitches: of the operands' rows. elements: read and written."""
+    waves = tiles_of_result / CLUSTERS[arch][tile.cluster_size]
     waves = max(math.ceil(waves), 1) if waves < FEW_WAVES else waves + 0.5
     misaligned = sum(pitch % 16 != 0 for pitch in pitches)
     of_a_wave = blocks * cost.block * (1 + cost.misaligned * misaligned) + cost.result
@@ -247,14 +258,18 @@ def _fastest(tiles, costs, wish, time):
 
 
 def select_tile(arch, l, m, n, k, b_major, mma_tiler_mn=None, cluster_shape_mn=None):
-    """The tile for a forward call, from static facts only: M rows in L groups, (M, K) by (N, K). None if the wish allows none."""
+    """The tile for a forward call, from static facts only: M rows in L groups, (M, K) by (N, K). None if the wish allows none.
+
+    As for groups of one size: only the device knows the real ones.
+    """
     groups = l * (1 - math.exp(-2 * m / l)) if l > 1 else 1  # that have rows, as a guess
-    sizes = [size * m / l for size in GROUP_SIZES] if l > 1 else [m]
 
     def time(tile, cost):
-        count = groups * sum(_cluster_tiles(tile, size, n) for size in sizes) / len(sizes)
+        count = groups * _cluster_tiles(tile, m / l, n)
         pitches = k, k if b_major == "k" else n
-        return _time(arch, tile, cost, count, math.ceil(k / tile.k), pitches, groups * n * k + m * k + m * n)
+        return _time(
+            arch, tile, cost, count, math.ceil(k / (tile.k * tile.split)), pitches, groups * n * k + m * k + m * n
+        )
 
     return _fastest(TILES[arch], FORWARD_COSTS[arch], (mma_tiler_mn, cluster_shape_mn), time)
 
@@ -265,7 +280,7 @@ def select_schedule(groups, matrices, rows, columns):
     matrices of the result, with as many rows in the mean, and columns.
     """
     tiles = matrices * max(rows / 128, 1) * math.ceil(columns / 256)
-    return groups > 1 and tiles >= DYNAMIC_WAVES * SMS[MEASURED]
+    return groups > 1 and tiles >= DYNAMIC_WAVES * CLUSTERS[MEASURED][1]
 
 
 def select_wgrad_tile(arch, l, rows, n, k, mma_tiler_mn=None, cluster_shape_mn=None):

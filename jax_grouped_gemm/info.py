@@ -49,8 +49,8 @@ def _build():
 
 def _architecture(kernels):
     forward, wgrad = ([kernel for kernel in kernels if kernel["kind"] == kind] for kind in ("forward", "wgrad"))
-    found = sorted({(*kernel["tile"], kernel["cluster"][0]) for kernel in forward})
-    tiles = [config.Tile(m, n, cluster_m=rows) for m, n, rows in found]
+    found = sorted({(*kernel["tile"], *kernel["cluster"]) for kernel in forward})
+    tiles = [config.Tile(m, n, cluster_m=rows, split=split) for m, n, rows, split in found]
     return {
         "target": kernels[0]["target"],
         "kernels": len(kernels),

@@ -142,6 +142,11 @@ def loads(variant):
     )
 
 
+def stored_rows(tile):
+    """Of SM90: of a slab."""
+    return tile.m // tile.split if tile.swapped else 64
+
+
 def math_warpgroups(tile):
     """Of SM90."""
     return 2 if tile.swapped else tile.m // 64
@@ -366,7 +371,7 @@ def test_boxes(name, facts):
     wanted = {"MAP_D": variant.d_dtype}
     if len(outputs(variant)) > 1:
         wanted["MAP_C"] = variant.c_dtype
-    slab_rows = 64 if variant.arch == 90 else 128
+    slab_rows = stored_rows(tile) if variant.arch == 90 else 128
     stored = {field: [slab_columns(dtype), slab_rows, 1] for field, dtype in wanted.items()}
     assert {field: box for field, box in boxes.items() if field not in ("MAP_A", "MAP_B")} == stored
     assert [len(boxes["MAP_A"]), len(boxes["MAP_B"])] == ([4, 4] if is_wgrad(variant) else [2, 3])
@@ -374,12 +379,15 @@ def test_boxes(name, facts):
 
 @multiplying
 def test_conversion_scale_and_bias(name):
-    """Every accumulator is converted once per output, in pairs, and multiplied and added to only in kernels that are for that: wgrad's have alpha."""
+    """Every sum is converted once per output, in pairs, and multiplied and added to only in kernels that are for that: wgrad's have alpha.
+
+    Of a split tile, a CTA has a share of the sums, and adds as many from every other CTA.
+    """
     variant = KERNELS[name].variant
     text = ptx(name)
-    # Of the code for one thread: SM90 holds a tile's accumulators, SM100 a slab's.
+    # Of the code for one thread: SM90 holds a tile's sums, SM100 a slab's.
     in_code = [
-        variant.tile.m * variant.tile.n // (128 * math_warpgroups(variant.tile))
+        variant.tile.m * variant.tile.n // variant.tile.split // (128 * math_warpgroups(variant.tile))
         if variant.arch == 90
         else slab_columns(d)
         for d in outputs(variant)
@@ -396,13 +404,13 @@ def test_conversion_scale_and_bias(name):
     # another factor.
     first, last = in_code[0], in_code[-1]
     computed = first if variant.arch == 90 or len(in_code) == 1 else first + last
-    factors = first if variant.arch == 100 else variant.tile.m // 4 if variant.tile.swapped else 2
+    factors = first if variant.arch == 100 else stored_rows(variant.tile) // 4 if variant.tile.swapped else 2
     multiply, add = {"plain": (0, 0), "alpha": (first, 0), "scaled": (first + factors, 0), "bias": (first, first)}.get(
         "alpha" if is_wgrad(variant) else variant.epilogue, (computed + last, computed)
     )
     assert len(re.findall(r"\bmul\S*f32", text)) == multiply
     assert len(re.findall(r"\bfma\S*f32", text)) == add
-    assert re.findall(r"\b(?:add|sub)\S*\.f32", text) == []
+    assert re.findall(r"\b(?:add|sub)\S*\.f32", text) == ["add.f32"] * (variant.tile.split - 1) * first
 
 
 @multiplying
@@ -434,13 +442,24 @@ def test_parameters(name, facts):
     assert {field: fields.count(field) for field in switched} == switched
 
 
+REMOTE_STORE = "st.async.shared::cluster.mbarrier::complete_tx::bytes"
+
+
+@multiplying
+def test_sums_of_split_tiles(name):
+    """A thread sends to each other CTA what that one stores, four sums at a time; the code for its own share is there too, as it has to be for any rank."""
+    tile = KERNELS[name].variant.tile
+    accumulators = tile.m * tile.n // (128 * math_warpgroups(tile)) if tile.split > 1 else 0
+    assert ptx(name).count(f"{REMOTE_STORE}.v4.b32") == accumulators // 4
+
+
 @multiplying
 def test_claims_of_tiles(name):
     """Dynamic schedule: one thread asks the counter; the answer goes to every CTA of the cluster with its own signal, whose reading is told back."""
     text, tile = ptx(name), KERNELS[name].variant.tile
-    steps = ["atom.global.add", "st.async.shared::cluster.mbarrier::complete_tx::bytes", "mbarrier.arrive.expect_tx"]
+    steps = ["atom.global.add", f"{REMOTE_STORE}.b32", "mbarrier.arrive.expect_tx"]
     steps += ["mbarrier.try_wait", "mbarrier.arrive.shared::cluster"]
-    if tile.cluster_m == 1:
+    if tile.cluster_size == 1:
         assert (text.count(steps[0]), text.count(steps[1])) == (1, 0)
         return
     events = re.findall("|".join(map(re.escape, steps)), text[text.index(steps[0]) :])
@@ -646,7 +665,7 @@ def test_manifest_says_what_the_variant_says(facts):
         assert (fact["kind"], fact["arch"]) == (KERNELS[name].kind, KERNELS[name].arch)
         if variant:
             tile = variant.tile
-            assert (fact["tile"], fact["cluster"]) == ([tile.m, tile.n], [tile.cluster_m, 1])
+            assert (fact["tile"], fact["cluster"]) == ([tile.m, tile.n], [tile.cluster_m, tile.split])
             says = ("d_dtype", "accumulate") if is_wgrad(variant) else ("d_dtype", "c_dtype", "b_major", "epilogue")
             assert {key: fact[key] for key in says} == {key: getattr(variant, key) for key in says}
 
@@ -719,6 +738,7 @@ def test_kernels_no_longer_wanted_are_removed(copy):
         ("wgrad", lambda kernel: kernel.kind == "wgrad"),
         ("scheduler", lambda kernel: kernel.variant),
         ("epilogue", lambda kernel: kernel.variant),
+        ("exchange", lambda kernel: kernel.variant and kernel.arch == 90),
         ("operands", lambda kernel: True),
         ("tensor_maps", lambda kernel: True),
     ],
@@ -746,6 +766,7 @@ def test_no_source_is_forgotten():
         "gemm_sm100",
         "scheduler",
         "epilogue",
+        "exchange",
         "operands",
         "tensor_maps",
     }

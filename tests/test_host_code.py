@@ -250,10 +250,10 @@ def test_same_parameters(recorded, call):
                     ]
                 assert arguments_as_decoded(arguments) == said, field
                 # The rest is not documented: the same in every map, and bit 21 of word 2 where a tensor has 128 KiB or
-                # more. It holds L2 promotion, which ours sets to 256 bytes and the DSL leaves at its default.
+                # more. It holds L2 promotion, which ours sets to 128 bytes and the DSL leaves at its default.
                 rest[2] &= ~(1 << 21)
                 assert rest == [0, 0, 0x40002, *[0] * (MAP_WORDS - 3)], field
-                assert arguments["l2_promotion"] == 3
+                assert arguments["l2_promotion"] == 2
             else:
                 assert our_value == their_value, field
 

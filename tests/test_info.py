@@ -30,6 +30,7 @@ MANIFEST = {
         kernel("second", 100, "forward"),
         kernel("first", 90, "forward"),
         kernel("same tile", 90, "forward"),
+        kernel("split", 90, "forward", (64, 128), (1, 4)),
         kernel("gradients", 90, "wgrad"),
         kernel("prologue", 90, "maps_from_memory"),
     ],
@@ -87,11 +88,12 @@ def test_kernels_per_architecture(built):
     text = info.as_text()
     assert "build abc, CUTLASS DSL 4.8.1" in text
     hopper, blackwell = (
-        "sm_90a: 4 kernels, 2 forward, 1 for weight gradients, 1 for tensor maps",
+        "sm_90a: 5 kernels, 3 forward, 1 for weight gradients, 1 for tensor maps",
         "sm_100f: 1 kernels, 1 forward, 0 for weight gradients, 0 for tensor maps",
     )
     assert text.index(hopper) < text.index(blackwell)
     assert text.count("mma_tiler_mn=(256, 256), cluster_shape_mn=(2, 1)") == 2
+    assert text.count("mma_tiler_mn=(64, 128), cluster_shape_mn=(1, 4)") == 1
 
 
 def test_what_a_call_would_use_on_a_gpu(built, monkeypatch):

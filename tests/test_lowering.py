@@ -239,17 +239,20 @@ def test_every_tile_has_a_name_for_callers(arch):
         (8, 32768, 4096, 7168, "k", "128x256x64_cluster2x1"),
         (155, 21704, 1000, 4336, "n", "128x256x64_cluster2x1"),
         (5, 15972, 1264, 16328, "n", "128x256x64_cluster2x1"),
-        (3, 770, 4088, 3208, "k", "128x256x64_cluster2x1"),
+        (4, 2048, 2048, 2048, "k", "128x256x64_cluster2x1"),
         # Few rows.
-        (128, 512, 1536, 2048, "k", "64x128x64_cluster1x1_swapped"),
-        (7, 97, 784, 3656, "n", "64x128x64_cluster1x1_swapped"),
-        (2, 9, 1280, 8144, "k", "64x128x64_cluster1x1_swapped"),
+        (128, 512, 2048, 768, "k", "64x128x64_cluster1x1_swapped"),
+        (7, 157, 4592, 720, "n", "64x128x64_cluster1x1_swapped"),
+        (8, 128, 14336, 4096, "k", "64x128x64_cluster1x2_swapped"),
+        (2, 139, 992, 2896, "k", "64x128x64_cluster1x2_swapped"),
+        (1, 26, 1368, 7992, "k", "64x128x64_cluster1x4_swapped"),
+        (1, 23, 1240, 3984, "n", "64x128x64_cluster1x4_swapped"),
         # Fewer columns of padding, or fewer waves, of narrower tiles.
         (23, 81501, 544, 13184, "n", "128x192x64_cluster2x1"),
         (4, 8343, 544, 1392, "k", "128x192x64_cluster2x1"),
         (60, 18028, 1096, 3920, "n", "128x192x64_cluster2x1"),
         (1, 2019, 624, 7712, "k", "128x128x64_cluster2x1"),
-        (2, 622, 1096, 8248, "n", "128x128x64_cluster2x1"),
+        (1, 2048, 1024, 7168, "k", "128x128x64_cluster2x1"),
     ],
 )
 def test_the_tile_fits_the_groups_and_the_columns(l, m, n, k, b_major, tile):
@@ -264,28 +267,30 @@ TILE_NAMES = {
     "192x192": (192, 192, (1, 1)),
     "128": (128, 128, (2, 1)),
     "sw": (64, 128, (1, 1)),
+    "sw2": (64, 128, (1, 2)),
+    "sw4": (64, 128, (1, 4)),
 }
 MEASURED = json.loads(
     (
-        pathlib.Path(__file__).parents[1] / "benchmarks" / "results" / "20261201-050100-NVIDIA-H200-tiles-kernel.json"
+        pathlib.Path(__file__).parents[1] / "benchmarks" / "results" / "20261201-103300-NVIDIA-H200-tiles-kernel.json"
     ).read_text()
 )
 
 
-@pytest.mark.parametrize(("product", "average"), [("forward", 0.02), ("dgrad", 0.03), ("wgrad", 0.02)])
-def test_what_the_rule_loses(product, average):
+@pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad", "few tiles", "round shapes"])
+def test_what_the_rule_loses(kind):
     """Of random problems, each with every tile on an H200: its tile, over the fastest; of every eighth its schedule too."""
     losses = []
     for problem in MEASURED["problems"]:
         *sizes, _, _, of = problem["problem"].split("/")
         l, m, n, k = map(int, sizes)
-        if of != product:
+        if kind != (of if problem["drawn"] == "random" else problem["drawn"]):
             continue
-        if product == "wgrad":
+        if of == "wgrad":
             tile = config.select_wgrad_tile(90, l, m / l, n, k)
             dynamic = config.select_schedule(l, l, n, k)
         else:
-            n, k, b_major = (n, k, "k") if product == "forward" else (k, n, "n")
+            n, k, b_major = (n, k, "k") if of == "forward" else (k, n, "n")
             tile = config.select_tile(90, l, m, n, k, b_major)
             dynamic = config.select_schedule(l, l, m / l, n)
         (name,) = (
@@ -295,9 +300,9 @@ def test_what_the_rule_loses(product, average):
         )
         seconds = problem["seconds"]
         losses.append(seconds[f"{name}+d" if dynamic else name] / min(seconds.values()) - 1)
-    assert len(losses) > 100
-    assert sum(losses) / len(losses) <= average
-    assert max(losses) <= 0.4
+    assert len(losses) >= 72
+    assert sum(losses) / len(losses) <= 0.02
+    assert max(losses) <= {"forward": 0.43}.get(kind, 0.21)
 
 
 def test_no_tile_for_a_wish_that_none_fulfils():
@@ -307,7 +312,7 @@ def test_no_tile_for_a_wish_that_none_fulfils():
 @pytest.mark.parametrize(
     ("arch", "of_the_rule", "of_the_wish"),
     [
-        (90, "64x128x64_cluster1x1_swapped", "128x256x64_cluster2x1"),
+        (90, "64x128x64_cluster1x2_swapped", "128x128x64_cluster2x1"),
         (100, "128x256x64_cluster1x1", "128x256x64_cluster2x1_pair"),
     ],
 )

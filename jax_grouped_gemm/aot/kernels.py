@@ -37,6 +37,7 @@ class Kernel:
         modules = ["operands", "tensor_maps"]
         if self.variant:
             modules += ["kernel", self.kind, "scheduler", "epilogue", f"gemm_sm{self.arch}"]
+            modules += ["exchange"] if self.arch == 90 else []
         sources = [PACKAGE / "kernels" / f"{module}.py" for module in modules] + [pathlib.Path(__file__)]
         digest = hashlib.sha256(f"{self} {TARGETS[self.arch]} {_compiler()}".encode())
         for source in sources:

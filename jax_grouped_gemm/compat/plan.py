@@ -301,4 +301,4 @@ def _margin(text, tile):
     if not text.strip().isdecimal():
         raise strided.wrong_margin(MARGIN_VARIABLE, text)
     # None: this wish is compiled for the other architecture only, where a program lowered from here may run.
-    return int(text) * (1 if tile is None else tile.cluster_m)
+    return int(text) * (1 if tile is None else tile.cluster_size)

@@ -12,7 +12,9 @@ unit's back: all of D of 16 bits, half of 32. Narrower tiles have too little to 
 
 Of a swapped tile, the matrix unit makes D^T = B A^T: each math warpgroup has 64 of the tile's columns, and all of its rows, which may be few.
 
-A cluster is one CTA, or a pair that shares an operand: each CTA brings one half of it for both, and both halves of the other operand for itself. What is shared
+Of a split tile, which is swapped too, a cluster's CTAs contract a share each, add their sums up (`exchange.py`), and store as many rows each.
+
+Any other cluster is one CTA, or a pair that shares an operand: each CTA brings one half of it for both, and both halves of the other operand for itself. What is shared
 is B where the pair's tiles are stacked, A where they lie side by side (`scheduler.py`), as the tile says.
 
 Pipelines: stages of A and B. Full: bytes of the copies. Empty: one arrival by every math warp of the cluster.
@@ -26,7 +28,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, pipeline, utils
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
-from . import epilogue, operands, scheduler
+from . import epilogue, exchange, operands, scheduler
 from .forward import Forward
 from .kernel import GroupedKernel
 from .scheduler import RING_STAGES
@@ -46,16 +48,21 @@ class Hopper(GroupedKernel):
     def __init__(self, variant):
         self.swapped = variant.tile.swapped
         self.ctas = variant.tile.cluster_m
+        self.split = variant.tile.split
+        self.stored_rows = (
+            variant.tile.m // self.split if self.swapped else SLAB_ROWS
+        )  # by a math warpgroup, of its accumulators
         self.math_warpgroups = (variant.tile.n if self.swapped else variant.tile.m) // SLAB_ROWS
         super().__init__(
             variant,
             threads=WARPGROUP * (1 + self.math_warpgroups),
-            slab_rows=variant.tile.m if self.swapped else SLAB_ROWS,
+            slab_rows=self.stored_rows,
             slab_groups=self.math_warpgroups,
             # Three have each other to hide behind, and need the memory for stages.
             slab_stages=2 if self.math_warpgroups == 2 else 1,
             stage_bytes=2 * variant.tile.k * (variant.tile.m + variant.tile.n),
             tile_readers=1 + 4 * self.math_warpgroups,
+            other_bytes=self.math_warpgroups * (self.split - 1) * SLAB_ROWS * self.stored_rows * 4,
         )
         # Of the columns, as many as are multiplied where the last ones of D are no more: half, in whole swizzle atoms.
         self.narrow = None if self.swapped else -(-self.tile.n // 128) * 64
@@ -96,6 +103,9 @@ class Hopper(GroupedKernel):
             slabs: cute.struct.Align[cute.struct.MemRange[d_dtype, cute.cosize(s_layout_d)], 1024]
 
         self.storage, self.shared_bytes = Storage, Storage.size_in_bytes()
+        if cutlass.const_expr(self.split > 1):
+            self.exchange_storage = exchange.storage(cute.size(self.exchange_layout()), self.math_warpgroups)
+            self.shared_bytes += self.exchange_storage.size_in_bytes()
         self.kernel(
             atom_a, m_a, atom_b, m_b, atom_d, m_d, atom_c, m_c, problem, s_layout_a, s_layout_b, s_layout_d, s_layout_c
         ).launch(**self.launch_options(clusters, self.shared_bytes, stream))  # fmt: skip
@@ -111,17 +121,21 @@ class Hopper(GroupedKernel):
             self.math_warpgroups * self.slab_stages * self.buffer_step(output),
         )
 
+    def exchange_layout(self):
+        size = SLAB_ROWS * self.stored_rows // WARPGROUP
+        return exchange.layout(self.split, size, self.math_warpgroups)
+
     @property
     def d_major(self):
         return utils.LayoutEnum.COL_MAJOR if self.swapped else utils.LayoutEnum.ROW_MAJOR
 
     def staged(self, output):
-        return (SLAB_ROWS, self.tile.m) if self.swapped else self.slab(output)
+        return (SLAB_ROWS, self.stored_rows) if self.swapped else self.slab(output)
 
     def buffer_bytes(self):
         if not self.swapped:
             return super().buffer_bytes()
-        return SLAB_ROWS * self.tile.m * max(dtype.width for dtype in self.outputs.values()) // 8
+        return SLAB_ROWS * self.stored_rows * max(dtype.width for dtype in self.outputs.values()) // 8
 
     def buffer_step(self, output):
         """Buffers of C and D are the same bytes: of the narrower type's, which are more, only some are used."""
@@ -181,7 +195,8 @@ class Hopper(GroupedKernel):
             if cutlass.const_expr(atom_c is not None):
                 cpasync.prefetch_descriptor(atom_c)
 
-        storage = utils.SmemAllocator().allocate(self.storage)
+        memory = utils.SmemAllocator()
+        storage = memory.allocate(self.storage)
         stages = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.stage_barriers.data_ptr(),
             num_stages=self.stages,
@@ -192,7 +207,14 @@ class Hopper(GroupedKernel):
             defer_sync=True,
         )
         ring = self.scheduler.make_ring(storage.scheduler, warp)
-        cluster_mn = (self.ctas, 1)
+        exchange_barriers = s_sums = None
+        if cutlass.const_expr(self.split > 1):
+            exchanged = memory.allocate(self.exchange_storage)
+            exchange_barriers, s_sums = exchanged.barriers.data_ptr(), exchanged.sums.get_tensor(self.exchange_layout())
+            if warp == 0:
+                with cute.arch.elect_one():
+                    exchange.Exchange.init_barriers(exchange_barriers, self.split, self.math_warpgroups)
+        cluster_mn = (self.cluster_size, 1)
         pipeline.pipeline_init_arrive(cluster_shape_mn=cluster_mn, is_relaxed=True)
         s_a = storage.a.get_tensor(s_layout_a.outer, swizzle=s_layout_a.inner)
         s_b = storage.b.get_tensor(s_layout_b.outer, swizzle=s_layout_b.inner)
@@ -214,7 +236,7 @@ class Hopper(GroupedKernel):
             cute.arch.setmaxregister_increase(REGISTERS[self.math_warpgroups][1])
             self.compute(
                 stages, ring, s_a, s_b, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c,
-                problem, warpgroup_index - 1, tidx % WARPGROUP,
+                problem, warpgroup_index - 1, tidx % WARPGROUP, exchange_barriers, s_sums,
             )  # fmt: skip
 
     @cute.jit
@@ -225,7 +247,7 @@ class Hopper(GroupedKernel):
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
         expert, _, begin, end, row, col, beside = self.scheduler.read_tile(ring, ring_state, keep=True)
         while expert >= 0:
-            num_blocks = self.num_blocks(problem, expert, begin, end)
+            first, num_blocks = self.share(self.num_blocks(problem, expert, begin, end))
             if self.without_blocks(num_blocks):
                 self.scheduler.give_back(ring, ring_state)
             else:
@@ -234,8 +256,8 @@ class Hopper(GroupedKernel):
                 for block in cutlass.range(num_blocks, unroll=1):
                     if block == last_blocks:
                         self.scheduler.give_back(ring, ring_state)
-                    g_a = self.block_of_a(m_a, tile.m, begin, end, row, block)
-                    g_b = self.block_of_b(m_b, tile.n, begin, end, col, map_expert, block)
+                    g_a = self.block_of_a(m_a, tile.m, begin, end, row, first + block)
+                    g_b = self.block_of_b(m_b, tile.n, begin, end, col, map_expert, first + block)
                     stages.producer_acquire(state)
                     barrier = stages.producer_get_barrier(state)
                     self.bring(atom_a, g_a, s_a, None, state.index, barrier, beside != 0)
@@ -245,6 +267,17 @@ class Hopper(GroupedKernel):
             expert, _, begin, end, row, col, beside = self.scheduler.read_tile(ring, ring_state, keep=True)
         self.scheduler.give_back(ring, ring_state)
         stages.producer_tail(state)
+
+    @cute.jit
+    def share(self, num_blocks):
+        """(first, count): of a tile's blocks, those that this CTA contracts."""
+        first = Int32(0)
+        if cutlass.const_expr(self.split > 1):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+            most = cute.ceil_div(num_blocks, self.split)
+            first = cutlass.min(rank * most, num_blocks)
+            num_blocks = cutlass.min(most, num_blocks - first)
+        return first, num_blocks
 
     @cute.jit
     def bring(self, atom, g_block, s_stages, tensor_map, stage, barrier, shared):
@@ -272,7 +305,25 @@ class Hopper(GroupedKernel):
         )  # fmt: skip
 
     @cute.jit
-    def compute(self, stages, ring, s_a, s_b, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c, problem, wg, thread):
+    def compute(
+        self,
+        stages,
+        ring,
+        s_a,
+        s_b,
+        s_bias,
+        atom_d,
+        m_d,
+        s_d,
+        atom_c,
+        m_c,
+        s_c,
+        problem,
+        wg,
+        thread,
+        exchange_barriers,
+        s_sums,
+    ):
         """A math warpgroup: accumulates rows [64 wg, 64 wg + 64) of the tile, or these columns, then scales, converts and stores them."""
         warp = cute.arch.make_warp_uniform(thread // 32)
         if cutlass.const_expr(self.swapped):
@@ -285,9 +336,17 @@ class Hopper(GroupedKernel):
 
         barrier = pipeline.NamedBarrier(barrier_id=1 + wg, num_threads=WARPGROUP)
         bias = epilogue.BiasTile(s_bias[None, wg], thread, barrier)
-        slabs_d = self.slab_store("d", atom_d, m_d, s_d, problem.d_type, tiled_mma, wg, thread, barrier)
+        stored_mma = tiled_mma
+        if cutlass.const_expr(self.split > 1):
+            stored_mma = self._tiled_mma(self.stored_rows)
+            among_ctas = exchange.Exchange(
+                self.split, exchange_barriers + 2 * wg, exchange_barriers + 2 * wg + 1,
+                s_sums[None, None, None, None, wg], thread, barrier,
+            )  # fmt: skip
+        exchanges = Int32(0)  # so far
+        slabs_d = self.slab_store("d", atom_d, m_d, s_d, problem.d_type, stored_mma, wg, thread, barrier)
         if cutlass.const_expr(s_c is not None):
-            slabs_c = self.slab_store("c", atom_c, m_c, s_c, problem.c_type, tiled_mma, wg, thread, barrier)
+            slabs_c = self.slab_store("c", atom_c, m_c, s_c, problem.c_type, stored_mma, wg, thread, barrier)
 
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -308,7 +367,8 @@ class Hopper(GroupedKernel):
                     expert = problem.l
             if cutlass.const_expr(self.has_bias):
                 bias_bits = bias.fetch(problem, expert, group, col)
-            num_blocks = self.num_blocks(problem, expert, begin, end)
+            all_blocks = self.num_blocks(problem, expert, begin, end)
+            _, num_blocks = self.share(all_blocks)
             if self.stores_nothing(problem, end, row, col, wg):
                 for _ in cutlass.range(num_blocks, unroll=1):
                     stages.consumer_wait(state)
@@ -317,7 +377,7 @@ class Hopper(GroupedKernel):
                     stages.consumer_release(state)
                     state.advance()
                     release.advance()
-                num_blocks = 0
+                all_blocks = num_blocks = Int32(0)
             blocks = (stages, s_a_wg, s_b, acc, num_blocks, state, release)
             deferred = (slabs_d, pending, pending_slab, stage_d, pending_place)
             if cutlass.const_expr(self.narrow is None):
@@ -330,12 +390,14 @@ class Hopper(GroupedKernel):
             # While the last block is multiplied: the factors, and the next tile.
             if cutlass.const_expr(self.swapped):
                 col += wg * SLAB_ROWS
+                if cutlass.const_expr(self.split > 1):
+                    row += cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) * self.stored_rows
             else:
                 row += wg * SLAB_ROWS
             if cutlass.const_expr(self.scaling is not None):
-                a = epilogue.load_scale(problem.alpha, group, num_blocks > 0)
+                a = epilogue.load_scale(problem.alpha, group, all_blocks > 0)
                 if cutlass.const_expr(self.scaling == "rows"):
-                    row_end = end if num_blocks > 0 else Int32(0)
+                    row_end = end if all_blocks > 0 else Int32(0)
                     factors = tuple(
                         epilogue.row_factors(problem, row + self.row_of(i, thread), row_end) for i in self.row_indices()
                     )
@@ -352,31 +414,40 @@ class Hopper(GroupedKernel):
                     stage_d = self.flush(slabs_d, pending, pending_slab, stage_d, pending_place)
             if num_blocks == 0:
                 acc.fill(0.0)
+            sums = acc
+            if cutlass.const_expr(self.split > 1):
+                sums = cute.make_rmem_tensor(stored_mma.partition_shape_C((SLAB_ROWS, self.stored_rows)), Float32)
+                sums.fill(0.0)
+                if all_blocks > 0:
+                    among_ctas.sum(acc, sums, exchanges)
+                    exchanges += 1
 
             if cutlass.const_expr(self.has_bias):
                 bias.store(bias_bits, problem.bias_type)
             if cutlass.const_expr(self.scaling == "rows"):
-                self.scale(acc, a, factors, bias.s_bias, wg, thread)
+                self.scale(sums, a, factors, bias.s_bias, wg, thread)
             elif cutlass.const_expr(self.scaling == "alpha"):
-                for i in cutlass.range_constexpr(cute.size(acc)):
-                    acc[i] = acc[i] * a
+                for i in cutlass.range_constexpr(cute.size(sums)):
+                    sums[i] = sums[i] * a
             if cutlass.const_expr(s_c is not None):
                 if more:
-                    stage_d = self.store("c", slabs_c, acc, self.num_slabs("c"), stage_d, place)
-                for i in cutlass.range_constexpr(cute.size(acc)):
-                    acc[i] = acc[i] * factors[self.row_index(i)][2]
+                    stage_d = self.store("c", slabs_c, sums, self.num_slabs("c"), stage_d, place)
+                for i in cutlass.range_constexpr(cute.size(sums)):
+                    sums[i] = sums[i] * factors[self.row_index(i)][2]
             if cutlass.const_expr(self.defers):
                 if cutlass.const_expr(self.at_once > 0):
                     if more:
-                        stage_d = self.store("d", slabs_d, acc, self.at_once, stage_d, place)
-                self.convert(slabs_d, acc, pending, problem.d_type)
+                        stage_d = self.store("d", slabs_d, sums, self.at_once, stage_d, place)
+                self.convert(slabs_d, sums, pending, problem.d_type)
                 pending_slab = Int32(self.at_once)
                 pending_place = place
             else:
-                stage_d = self.store("d", slabs_d, acc, self.at_once, stage_d, place)
+                stage_d = self.store("d", slabs_d, sums, self.at_once, stage_d, place)
                 more = expert >= 0
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if cutlass.const_expr(self.split > 1):
+            among_ctas.finish(exchanges)
 
     @cute.jit
     def multiply(
@@ -436,7 +507,7 @@ class Hopper(GroupedKernel):
     def place_slab(self, output, place, slab):
         expert, row, end, col = place
         if self.swapped:
-            x, col, y = self.place(expert, row, end, col, self.tile.m)
+            x, col, y = self.place(expert, row, end, col, self.stored_rows)
             return col, x, y
         return self.place(expert, row, end, col + slab * self.slab(output)[1], SLAB_ROWS)
 
@@ -499,7 +570,7 @@ class Hopper(GroupedKernel):
         return i // 4 * 2 + i % 2 if self.swapped else i // 2 % 2
 
     def row_indices(self):
-        return range(self.tile.m // 4 if self.swapped else 2)
+        return range(self.stored_rows // 4 if self.swapped else 2)
 
     def row_of(self, index, thread):
         lane = thread % 32

@@ -17,7 +17,7 @@ class GroupedKernel:
     """One variant of `config`.
 
     threads: of a CTA. slab_rows: rows of D that one group of 128 threads stages and stores. slab_groups: such groups. slab_stages: buffers of each.
-    tile_readers: warps that read the scheduler's tiles.
+    tile_readers: warps that read the scheduler's tiles. other_bytes: of shared memory, beside stages and slabs.
 
     An operation sets, before this:
       outputs: dtype of what is stored by name, in the order in which it is.
@@ -29,18 +29,20 @@ class GroupedKernel:
     has_bias = False
     store_op = cpasync.CopyBulkTensorTileS2GOp
 
-    def __init__(self, variant, *, threads, slab_rows, slab_groups, slab_stages, stage_bytes, tile_readers):
+    def __init__(
+        self, variant, *, threads, slab_rows, slab_groups, slab_stages, stage_bytes, tile_readers, other_bytes=0
+    ):
         tile = variant.tile
         self.variant = variant
         self.tile = tile
         self.threads = threads
-        self.cluster_size = tile.cluster_m
+        self.cluster_size = tile.cluster_size
         self.scheduler = self.make_scheduler(tile, tile_readers)
         self.slab_rows = slab_rows
         self.slab_groups = slab_groups
         self.slab_stages = slab_stages
         self.stage_bytes = stage_bytes  # of A and B, one CTA's
-        self.stages = (SHARED_BYTES - slab_groups * slab_stages * self.buffer_bytes()) // stage_bytes
+        self.stages = (SHARED_BYTES - other_bytes - slab_groups * slab_stages * self.buffer_bytes()) // stage_bytes
 
     def slab(self, output):
         """(rows, columns) of C or D in one copy."""

@@ -70,7 +70,7 @@ class TileScheduler:
 
     def __init__(self, tile, num_consumer_warps):
         self.tile = tile
-        self.cluster_size = tile.cluster_m
+        self.cluster_size = tile.cluster_size
         self.cluster_rows = tile.m * tile.cluster_m
         self.num_consumer_warps = num_consumer_warps
 
@@ -105,6 +105,7 @@ class TileScheduler:
         """The scheduler warp's whole work. Lane i of the walk holds group chunk + i."""
         lane = cute.arch.lane_idx()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        place = rank if cutlass.const_expr(self.tile.split == 1) else 0  # of the CTA's tile among the cluster's
         num_cols = cute.ceil_div(self.result_cols(problem), self.tile.n)
         g_offsets = cute.make_tensor(problem.offsets, cute.make_layout(problem.groups))
 
@@ -178,7 +179,7 @@ class TileScheduler:
                     beside = Int32(1)
                 else:
                     column = local // band_rows
-                    row = (band * BAND + local - column * band_rows) * self.cluster_rows + rank * self.tile.m
+                    row = (band * BAND + local - column * band_rows) * self.cluster_rows + place * self.tile.m
                     col = (2 * pair + column) * self.tile.n
 
             ring.pipe.producer_acquire(state)

@@ -1,6 +1,7 @@
 // Loads, stores, atomics, matrix stores, remote stores: PTX ISA 9.7.9, 9.7.13.5, 9.7.14.
 
 #include <array>
+#include <map>
 
 #include "../decode.h"
 
@@ -221,6 +222,15 @@ INSTRUCTION(StAsync, "st.async", "9.7.9.12 st.async") {
     const uint32_t bytes = v.elements * v.bytes;
     Cluster& cluster = w.cta.cluster;
     if (cluster.ctas.size() == 1) Raise("unknown", "st.async outside a cluster of several CTAs");
+    // What a warp's lanes send to one mbarrier is one operation: they do not order it, and an event
+    // for each would be thousands.
+    struct Store {
+      uint32_t offset;
+      std::array<uint8_t, 32> data;
+      Event issuer;
+      SharedKnowledge knowledge;
+    };
+    std::map<std::pair<Cta*, uint32_t>, std::vector<Store>> stores;
     ForLanes(m, [&](uint32_t lane) {
       uint32_t offset, barrier_offset;
       Cta& cta = cluster.At(at.Of(to, lane), &offset, "st.async");
@@ -229,22 +239,32 @@ INSTRUCTION(StAsync, "st.async", "9.7.9.12 st.async") {
         Raise("barrier", "st.async to CTA ", cta.rank, " with an mbarrier of CTA ",
               of_barrier.rank);
       cta.CheckShared(offset, bytes, bytes, "st.async");
-      std::array<uint8_t, 32> data{};
+      Store store{offset, {}, w.Now(lane), w.KnowledgeOf(lane)};
       for (uint32_t i = 0; i < v.elements; ++i)
-        std::memcpy(&data[i * v.bytes], &values[i][lane], v.bytes);
+        std::memcpy(&store.data[i * v.bytes], &values[i][lane], v.bytes);
       CheckInitKnown(w, lane, cta, barrier_offset, "st.async");
+      auto& others = stores[{&cta, barrier_offset}];
+      for (const Store& other : others) {
+        if (offset < other.offset + bytes && other.offset < offset + bytes)
+          Raise("race", "st.async of two lanes to the same bytes of CTA ", cta.rank);
+      }
+      others.push_back(std::move(store));
+    });
+    for (auto& [place, sent] : stores) {
+      const auto [cta, barrier_offset] = place;
       const Event event = cluster.Start();
-      const Actor actor{event, w.Now(lane), nullptr};
-      cluster.Touch(cta, event);
-      cluster.Post(Operation::kRemoteStore, kUnordered, Text("st.async to CTA ", cta.rank),
-                   [=, &cluster, &cta, knowledge = w.KnowledgeOf(lane)] {
-                     Actor by = actor;
-                     by.knowledge = knowledge.get();
-                     cta.WriteShared(offset, bytes, data.data(), by);
-                     cluster.CompleteTx(cta, barrier_offset, bytes, event);
+      cluster.Touch(*cta, event);
+      cluster.Post(Operation::kRemoteStore, kUnordered, Text("st.async to CTA ", cta->rank),
+                   [&cluster, cta = cta, barrier_offset = barrier_offset, sent = std::move(sent),
+                    event, bytes] {
+                     for (const Store& store : sent) {
+                       const Actor by{event, store.issuer, store.knowledge.get()};
+                       cta->WriteShared(store.offset, bytes, store.data.data(), by);
+                     }
+                     cluster.CompleteTx(*cta, barrier_offset, bytes * sent.size(), event);
                    },
                    {event.agent});
-    });
+    }
     w.Tick();
     return Outcome::kNext;
   };

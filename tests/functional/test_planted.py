@@ -19,6 +19,8 @@ HOPPER_SHORT = "sm90_forward_128x128x64_cluster2x1_bn_pointers_16bit_c_float32"
 HOPPER_DEFERS = "sm90_forward_128x256x64_cluster2x1_bk_dense_16bit_c_float32"
 HOPPER_DEFERS_HALF = "sm90_forward_128x256x64_cluster2x1_bn_pointers_float32_bias"
 HOPPER_SWAPPED = "sm90_forward_64x128x64_cluster1x1_swapped_bn_pointers_16bit_c_float32"
+HOPPER_SPLIT = "sm90_forward_64x128x64_cluster1x4_swapped_bn_pointers_16bit_c_float32"
+HOPPER_HALVES = "sm90_forward_64x128x64_cluster1x2_swapped_bk_dense_float32_bias"
 BLACKWELL = "sm100_forward_128x256x64_cluster2x1_pair_bk_dense_float16_scaled"
 BLACKWELL_ONE = "sm100_forward_128x256x64_cluster1x1_bn_pointers_16bit_c_16bit"
 WGRAD_TURNS = "sm90_wgrad_128x128x64_cluster2x1_bfloat16"
@@ -437,6 +439,55 @@ MISTAKES = {
         "return i // 4 * 2 + i % 2 if self.swapped else i // 2 % 2",
         "return i // 2 % 2",
         {"result"},
+    ),
+    "sums of the tile before are overwritten": (
+        HOPPER_SPLIT,
+        "exchange",
+        "        if count > 0:\n            cute.arch.mbarrier_wait(self.empty, count - 1 & 1)\n        if self.thread",
+        "        if self.thread",
+        {"race", "barrier", "deadlock"},
+    ),
+    "sums are said to be read while another warp reads them": (
+        HOPPER_HALVES,
+        "exchange",
+        "        self.barrier.arrive_and_wait()\n",
+        "",
+        {"race"},
+    ),
+    "sums are read before they have come": (
+        HOPPER_SPLIT,
+        "exchange",
+        "        cute.arch.mbarrier_wait(self.full, count & 1)\n",
+        "",
+        {"race", "uninitialized"},
+    ),
+    "two CTAs send their sums to one place": (
+        HOPPER_SPLIT,
+        "exchange",
+        "(rank + self.split - cta - 1) % self.split",
+        "(rank + self.split - cta - 1) % self.split * 0",
+        {"race"},
+    ),
+    "a CTA leaves before the others' last arrivals": (
+        HOPPER_SPLIT,
+        "gemm_sm90",
+        "            among_ctas.finish(exchanges)\n",
+        "            pass\n",
+        {"race"},
+    ),
+    "CTAs of a split tile contract the same blocks": (
+        HOPPER_HALVES,
+        "gemm_sm90",
+        "            first = cutlass.min(rank * most, num_blocks)\n",
+        "            first = cutlass.min(rank * most, num_blocks) * 0\n",
+        {"result", "work", "race", "deadlock"},
+    ),
+    "CTAs of a split tile store the same rows": (
+        HOPPER_HALVES,
+        "gemm_sm90",
+        "block_idx_in_cluster()) * self.stored_rows",
+        "block_idx_in_cluster()) * 0",
+        {"result", "unwritten", "race"},
     ),
     "buffers of C and D overlap": (
         HOPPER_SWAPPED,
