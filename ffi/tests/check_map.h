@@ -22,7 +22,7 @@ inline void CheckMap(const EncodedMap& map, CUtensorMapDataType type, uint64_t a
   CHECK_EQ(map.swizzle, swizzle);
   CHECK_EQ(map.element_strides, U32(dims.size(), 1));
   CHECK_EQ(map.interleave, CU_TENSOR_MAP_INTERLEAVE_NONE);
-  CHECK_EQ(map.l2_promotion, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+  CHECK_EQ(map.l2_promotion, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
   CHECK_EQ(map.fill, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 

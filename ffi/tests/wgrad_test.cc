@@ -83,7 +83,7 @@ TEST(Blackwell) {
   Run(WgradKernels(), MakeWgradProblem(1000, 512, 264, 8), stream);
   CHECK_EQ(fake.launched.at(0).kernel->name, "sm100_wgrad_bf16");
   CHECK_EQ(fake.launched.at(0).cluster, 4u);
-  CHECK_EQ(fake.launched.at(0).grid, 64u);  // 8 * ceil(512 / 256) * ceil(264 / 512), of 4
+  CHECK_EQ(fake.launched.at(0).grid, 128u);  // 8 * ceil(512 / 256) * ceil(264 / 256), of 4
 }
 
 TEST(GroupsMappedToExperts) {
