@@ -173,7 +173,7 @@ TEST(Blackwell) {
     const Launched& launch = fake.launched.at(0);
     CHECK_EQ(launch.kernel->name, "sm100_dense_bk_bf16_plain");
     CHECK_EQ(launch.cluster, 4u);
-    CHECK_EQ(launch.grid, 4u * (4 + 9) * 2);  // a cluster covers 256 rows and 256 columns; two CTAs share a tile
+    CHECK_EQ(launch.grid, 4u * (4 + 9) * 2);  // a cluster covers 256 rows, 256 columns
     CHECK_EQ(fake.MapIn(launch, MAP_D).swizzle, CU_TENSOR_MAP_SWIZZLE_NONE);
   }
 }
