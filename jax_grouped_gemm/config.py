@@ -31,8 +31,8 @@ class Tile:
     cluster_m: CTAs of a cluster, one or a pair along the rows, which share an operand by multicast. On SM90 a pair turns where a group's last rows
       are no more than one CTA's: it then lies along the columns.
     two_cta: SM100 only, the pair of CTAs along M executes one matrix instruction together.
-    swapped: SM90 only, for few rows: the matrix unit, whose rows come by 64, takes the weights for them, and the rows for columns.
-    split: of a swapped tile, for few tiles: so many CTAs, a cluster, share its contraction.
+    swapped: for few rows: the matrix unit, whose rows come by 64 or 128, takes the weights for them, and the rows for columns.
+    split: of a swapped tile, on SM90, for few tiles: so many CTAs, a cluster, share its contraction.
 
     A caller names it by `mma_tiler_mn` and `cluster_shape_mn`.
     """
@@ -79,7 +79,7 @@ TILES = {
         Tile(64, 128, swapped=True, split=2),
         Tile(64, 128, swapped=True, split=4),
     ),
-    100: (Tile(128, 256, cluster_m=2, two_cta=True), Tile(128, 256)),
+    100: (Tile(128, 256, cluster_m=2, two_cta=True), Tile(128, 256), Tile(64, 128, swapped=True)),
 }
 # Those that weight gradients are compiled for.
 WGRAD_TILES = {
@@ -88,7 +88,7 @@ WGRAD_TILES = {
         Tile(192, 192),
         Tile(128, 128, cluster_m=2),
     ),
-    100: TILES[100],
+    100: TILES[100][:2],
 }
 
 
@@ -217,7 +217,7 @@ FORWARD_COSTS = {
         Cost(0.26, 1.94, 0.13, 0.29),
         Cost(0.27, 2.65, 0.15, 0.16),
     ),
-    100: (Cost(1.0, 4.7, 0.0, 0.0), Cost(1.5, 4.7, 0.0, 0.0)),
+    100: (Cost(1.0, 4.7, 0.0, 0.0), Cost(1.5, 4.7, 0.0, 0.0), Cost(0.75, 1.2, 0.0, 0.0)),
 }
 # Of WGRAD_TILES.
 WGRAD_COSTS = {

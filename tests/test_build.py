@@ -30,7 +30,7 @@ KERNELS = {kernel.name: kernel for kernel in kernels_module.all_kernels()}
 SHARED_MEMORY_LIMIT = 232448  # of a CTA on both architectures: 228 KiB of an SM, less 1 KiB for the system
 REGISTERS_OF_AN_SM = 65536
 REGISTER_UNIT = 8  # a warp's registers are given out in units of 256
-TENSOR_MEMORY_COLUMNS = 512
+ACCUMULATORS = 2  # of SM100
 INSTRUCTION_BYTES = 16
 MATRIX_K = 16  # of one matrix instruction on 16-bit elements
 SWIZZLE_COLUMNS = 64  # 16-bit elements per row that one copy brings: a swizzle atom. Of an operand that is not K-major: 64 of its M or N
@@ -143,7 +143,7 @@ def loads(variant):
 
 
 def stored_rows(tile):
-    """Of SM90: of a slab."""
+    """Of SM90, and of a swapped tile of SM100: of a slab."""
     return tile.m // tile.split if tile.swapped else 64
 
 
@@ -170,9 +170,9 @@ def slab_columns(dtype):
 def stores(variant):
     """In the code, of a tile: accumulators in registers are stored by unrolled code, those in tensor memory in a loop. Four slabs that wait for the next
     tile are stored in either of its loops over K, or after them."""
-    if variant.arch == 100:
+    if variant.arch == 100 and not variant.tile.swapped:
         return len(outputs(variant))
-    columns = 64 if variant.tile.swapped else variant.tile.n  # of a warpgroup
+    columns = 64 if variant.arch == 90 and variant.tile.swapped else variant.tile.n  # of those who store them together
     count = sum(columns // slab_columns(dtype) for dtype in outputs(variant))
     return count + (2 * 4 if variant.tile.n == 256 else 0)
 
@@ -307,7 +307,8 @@ def test_majors(name):
     registers = re.findall(r"tcgen05\.mma\S* \[%r\d+\], %rd\d+, %rd\d+, (%r\d+),", text)
     for register in registers:
         (descriptor,) = re.findall(rf"mov\.b32\s+{register}, (\d+);", text)
-        assert (int(descriptor) >> 15 & 1, int(descriptor) >> 16 & 1) == (a, b)
+        first, second = (b, a) if KERNELS[name].variant.tile.swapped else (a, b)
+        assert (int(descriptor) >> 15 & 1, int(descriptor) >> 16 & 1) == (first, second)
     assert registers
 
 
@@ -371,7 +372,7 @@ def test_boxes(name, facts):
     wanted = {"MAP_D": variant.d_dtype}
     if len(outputs(variant)) > 1:
         wanted["MAP_C"] = variant.c_dtype
-    slab_rows = stored_rows(tile) if variant.arch == 90 else 128
+    slab_rows = stored_rows(tile) if variant.arch == 90 or tile.swapped else 128
     stored = {field: [slab_columns(dtype), slab_rows, 1] for field, dtype in wanted.items()}
     assert {field: box for field, box in boxes.items() if field not in ("MAP_A", "MAP_B")} == stored
     assert [len(boxes["MAP_A"]), len(boxes["MAP_B"])] == ([4, 4] if is_wgrad(variant) else [2, 3])
@@ -385,10 +386,11 @@ def test_conversion_scale_and_bias(name):
     """
     variant = KERNELS[name].variant
     text = ptx(name)
-    # Of the code for one thread: SM90 holds a tile's sums, SM100 a slab's.
+    # Of the code for one thread: SM90 holds a tile's sums, SM100 a slab's, which of a swapped tile is all of it.
+    groups = math_warpgroups(variant.tile) if variant.arch == 90 else 1
     in_code = [
-        variant.tile.m * variant.tile.n // variant.tile.split // (128 * math_warpgroups(variant.tile))
-        if variant.arch == 90
+        variant.tile.m * variant.tile.n // variant.tile.split // (128 * groups)
+        if variant.arch == 90 or variant.tile.swapped
         else slab_columns(d)
         for d in outputs(variant)
     ]
@@ -493,7 +495,8 @@ def test_tensor_memory(name, sass):
     allocation = rf"tcgen05\.(alloc|relinquish_alloc_permit|dealloc)\.cta_group::{group}\."
     assert re.findall(allocation, text) == ["alloc", "relinquish_alloc_permit", "dealloc"]
     (register,) = re.findall(r"tcgen05\.alloc\S*\s+\[%\w+\], (%r\d+);", text)
-    assert re.findall(rf"mov\.b32\s+{register}, (\d+);", text) == [str(TENSOR_MEMORY_COLUMNS)]
+    columns = ACCUMULATORS * (variant.tile.m if variant.tile.swapped else variant.tile.n)
+    assert re.findall(rf"mov\.b32\s+{register}, (\d+);", text) == [str(columns)]
     assert set(re.findall(r"cta_group::\d", text)) == {f"cta_group::{group}"}
 
     # The math warp waits for the accumulator; the epilogue waits for it, loads every slab, and hands it back.
@@ -507,13 +510,17 @@ def test_tensor_memory(name, sass):
     wanted = [
         "mbarrier.try_wait",
         after,
-        *["tcgen05.ld", "tcgen05.wait::ld"] * stores(variant),
+        *["tcgen05.ld", "tcgen05.wait::ld"] * len(outputs(variant)),
         before,
         "mbarrier.arrive",
     ]
     assert events[loads - 2 :][: len(wanted)] == wanted
-    assert events.count("tcgen05.ld") == stores(variant)
-    assert opcodes(sass[name], "LDTM") == [f"LDTM.x{slab_columns(dtype)}" for dtype in outputs(variant)]
+    assert events.count("tcgen05.ld") == len(outputs(variant))
+    # Of a swapped tile, 16 lanes and all columns at a time.
+    loads = [f"LDTM.x{slab_columns(dtype)}" for dtype in outputs(variant)]
+    if variant.tile.swapped:
+        loads = [f"LDTM.16dp256bit.x{variant.tile.m // 8}"] * 2 * len(outputs(variant))
+    assert opcodes(sass[name], "LDTM") == loads
     # Of the math warp after it acquires an accumulator, of an epilogue warp after its wait and before its release.
     assert re.findall(r"tcgen05\.fence::(\w+)_thread_sync", text) == ["after", "after", "before"]
 

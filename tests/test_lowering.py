@@ -313,7 +313,7 @@ def test_no_tile_for_a_wish_that_none_fulfils():
     ("arch", "of_the_rule", "of_the_wish"),
     [
         (90, "64x128x64_cluster1x2_swapped", "128x128x64_cluster2x1"),
-        (100, "128x256x64_cluster1x1", "128x256x64_cluster2x1_pair"),
+        (100, "64x128x64_cluster1x1_swapped", "128x256x64_cluster2x1_pair"),
     ],
 )
 def test_a_wish_leaves_the_rest_to_the_rule(arch, of_the_rule, of_the_wish):

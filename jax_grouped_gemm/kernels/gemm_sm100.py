@@ -6,6 +6,8 @@ Warps of a CTA (224 threads):
   warp 5         load: fills the stages of A and B
   warp 6         scheduler: publishes tiles
 
+Of a swapped tile, the matrix unit makes D^T = B A^T: its 128 rows are the tile's columns, its columns the tile's rows, which may be few.
+
 Pipelines:
   stages of A and B. Full: bytes of the copies (two-CTA: of both CTAs, at the leader's barrier). Empty: one arrival by the commit that follows the stage's
   matrix instructions.
@@ -17,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, memory, pipeline, utils
 from cutlass.cute.nvgpu import cpasync, tcgen05
-from cutlass.utils import blackwell_helpers
+from cutlass.utils import blackwell_helpers, hopper_helpers
 
 from . import epilogue, operands, scheduler
 from .forward import Forward
@@ -31,7 +33,7 @@ MATH_WARP = 4
 LOAD_WARP = 5
 SCHEDULER_WARP = 6
 ACCUMULATORS = 2
-SLAB_ROWS = 128
+UNIT_ROWS = 128  # of the matrix unit, one CTA's
 SLAB_BARRIER, TENSOR_MEMORY_BARRIER = 1, 2
 
 
@@ -46,14 +48,16 @@ def order_before_arrive():
 
 
 class Blackwell(GroupedKernel):
+    unit_rows = UNIT_ROWS
+
     def __init__(self, variant):
         tile = variant.tile
         self.pair = 2 if tile.two_cta else 1  # CTAs that execute a matrix instruction together
-        self.mma_tile = (tile.m * self.pair, tile.n, tile.k)
+        self.mma_tile = (tile.n, tile.m, tile.k) if tile.swapped else (tile.m * self.pair, tile.n, tile.k)
         super().__init__(
             variant,
             threads=32 * (SCHEDULER_WARP + 1),
-            slab_rows=SLAB_ROWS,
+            slab_rows=tile.m,
             slab_groups=1,
             slab_stages=2,
             stage_bytes=2 * tile.k * (tile.m + tile.n // self.pair),
@@ -74,29 +78,32 @@ class Blackwell(GroupedKernel):
         tile = self.tile
         tiled_mma = self._tiled_mma()
         cta_layout = self._cta_layout(tiled_mma)
-        s_layout_a = blackwell_helpers.make_smem_layout_a(tiled_mma, self.mma_tile, BFloat16, self.stages)
-        s_layout_b = blackwell_helpers.make_smem_layout_b(tiled_mma, self.mma_tile, BFloat16, self.stages)
+        s_layout_first = blackwell_helpers.make_smem_layout_a(tiled_mma, self.mma_tile, BFloat16, self.stages)
+        s_layout_second = blackwell_helpers.make_smem_layout_b(tiled_mma, self.mma_tile, BFloat16, self.stages)
+        s_layout_a, s_layout_b = self.in_order(s_layout_first, s_layout_second)
+        first, second = self.in_order(a_tensor, b_tensor)
         s_layout_d, s_layout_c = self._slab_layout("d"), self._slab_layout("c")
 
         cluster = tile.cluster_shape_mn
-        atom_a, m_a = cute.nvgpu.make_tiled_tma_atom_A(
+        load_first = cute.nvgpu.make_tiled_tma_atom_A(
             blackwell_helpers.cluster_shape_to_tma_atom_A(cluster, tiled_mma.thr_id),
-            a_tensor,
-            cute.slice_(s_layout_a, (None, None, None, 0)),
+            first,
+            cute.slice_(s_layout_first, (None, None, None, 0)),
             self.mma_tile,
             tiled_mma,
             cta_layout.shape,
         )
-        atom_b, m_b = cute.nvgpu.make_tiled_tma_atom_B(
+        load_second = cute.nvgpu.make_tiled_tma_atom_B(
             blackwell_helpers.cluster_shape_to_tma_atom_B(cluster, tiled_mma.thr_id),
-            b_tensor,
-            cute.slice_(s_layout_b, (None, None, None, 0)),
+            second,
+            cute.slice_(s_layout_second, (None, None, None, 0)),
             self.mma_tile,
             tiled_mma,
             cta_layout.shape,
         )
-        atom_d, m_d = self.store_atom("d", d_tensor, s_layout_d)
-        atom_c, m_c = self.store_atom("c", c_tensor, s_layout_c)
+        (atom_a, m_a), (atom_b, m_b) = self.in_order(load_first, load_second)
+        atom_d, m_d = self.store_atom("d", self.seen(d_tensor), s_layout_d)
+        atom_c, m_c = self.store_atom("c", self.seen(c_tensor), s_layout_c)
 
         bias_type, d_dtype = self.bias_storage(), self.outputs["d"]
 
@@ -121,20 +128,24 @@ class Blackwell(GroupedKernel):
         """Slabs of D or C: the same bytes for both."""
         if output not in self.outputs:
             return None
-        return blackwell_helpers.make_smem_layout_epi(
-            self.outputs[output], utils.LayoutEnum.ROW_MAJOR, self.slab(output), self.slab_stages
+        # Hopper's: of FP32 with columns first, Blackwell's has a swizzle that the copy engine cannot store.
+        return hopper_helpers.make_smem_layout_epi(
+            self.outputs[output], self.d_major, self.staged(output), self.slab_stages * self.buffer_step(output)
         )
 
     def _tiled_mma(self):
         modes = {"k": tcgen05.OperandMajorMode.K, "mn": tcgen05.OperandMajorMode.MN}
         return blackwell_helpers.make_trivial_tiled_mma(
             BFloat16,
-            modes[self.a_major],
-            modes[self.b_major],
+            *self.in_order(modes[self.a_major], modes[self.b_major]),
             Float32,
             tcgen05.CtaGroup.TWO if self.tile.two_cta else tcgen05.CtaGroup.ONE,
             self.mma_tile[:2],
         )
+
+    def in_order(self, a, b):
+        """As the matrix unit takes what belongs to A and to B, and back."""
+        return (b, a) if self.tile.swapped else (a, b)
 
     def _cta_layout(self, tiled_mma):
         """CTAs of a cluster: (of a pair, pairs along M, along N, along K)."""
@@ -220,7 +231,7 @@ class Blackwell(GroupedKernel):
             acc = cute.make_tensor(tensor_memory.retrieve_ptr(Float32), acc_layout)
             self.compute(stages, accumulators, ring, tiled_mma, s_a, s_b, acc, problem)
         if warp < EPILOGUE_WARPS:
-            tensor_memory.allocate(ACCUMULATORS * tile.n)
+            tensor_memory.allocate(ACCUMULATORS * self.mma_tile[1])
             tensor_memory.wait_for_alloc()
             base = tensor_memory.retrieve_ptr(Float32)
             acc = cute.make_tensor(base, acc_layout)
@@ -254,8 +265,9 @@ class Blackwell(GroupedKernel):
                 for block in cutlass.range(num_blocks, unroll=1):
                     if block == last_blocks:
                         self.scheduler.give_back(ring, ring_state)
-                    g_a = thr_mma.partition_A(self.block_of_a(m_a, self.mma_tile[0], begin, end, pair_row, block))
-                    g_b = thr_mma.partition_B(self.block_of_b(m_b, tile.n, begin, end, col, map_expert, block))
+                    partition_a, partition_b = self.in_order(thr_mma.partition_A, thr_mma.partition_B)
+                    g_a = partition_a(self.block_of_a(m_a, tile.m * self.pair, begin, end, pair_row, block))
+                    g_b = partition_b(self.block_of_b(m_b, tile.n, begin, end, col, map_expert, block))
                     part_s_a, part_g_a = self.part(atom_a, g_a, s_a, cta_layout, coord, 2)
                     part_s_b, part_g_b = self.part(atom_b, g_b, s_b, cta_layout, coord, 1)
                     stages.producer_acquire(state)
@@ -286,8 +298,9 @@ class Blackwell(GroupedKernel):
         """The math warp. A pair's other CTA only keeps step with the tiles."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         leader = rank % self.pair == 0
-        r_a = tiled_mma.make_fragment_A(s_a)
-        r_b = tiled_mma.make_fragment_B(s_b)
+        s_first, s_second = self.in_order(s_a, s_b)
+        r_a = tiled_mma.make_fragment_A(s_first)
+        r_b = tiled_mma.make_fragment_B(s_second)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, ACCUMULATORS)
         ring_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, RING_STAGES)
@@ -340,7 +353,8 @@ class Blackwell(GroupedKernel):
                 factors = (epilogue.load_scale(problem.alpha, group, computed),)
             if cutlass.const_expr(self.scaling == "rows"):
                 row_end = end if computed else Int32(0)
-                factors = (*factors, *epilogue.row_factors(problem, row + thread, row_end))
+                rows = [row + self.row_of(i, thread) for i in self.row_indices()]
+                factors = (*factors, tuple(epilogue.row_factors(problem, row, row_end) for row in rows))
             if computed:
                 accumulators.consumer_wait(acc_state)
                 order_after_wait()
@@ -360,16 +374,21 @@ class Blackwell(GroupedKernel):
 
     def slab_store(self, output, atom, m, s_slabs, type_code, t_acc, thread, warp, barrier):
         """(copy out of tensor memory, the accumulators as it reads them, shape of a thread's part of a slab, how slabs are stored) for C or D."""
-        slabs_acc = cute.flat_divide(t_acc, self.slab(output))
-        columns = tcgen05.Repetition(self.slab(output)[1])
-        load_atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(columns, tcgen05.Pack.NONE), Float32)
+        slabs_acc = cute.flat_divide(t_acc, self.staged(output))
+        if self.tile.swapped:
+            load = tcgen05.Ld16x256bOp(tcgen05.Repetition(self.tile.m // 8), tcgen05.Pack.NONE)
+        else:
+            load = tcgen05.Ld32x32bOp(tcgen05.Repetition(self.slab(output)[1]), tcgen05.Pack.NONE)
+        load_atom = cute.make_copy_atom(load, Float32)
         tiled_load = tcgen05.make_tmem_copy(load_atom, slabs_acc[None, None, 0, 0, 0])
         thr_load = tiled_load.get_slice(thread)
         dtype = self.outputs[output]
-        store_atom = blackwell_helpers.get_smem_store_op(utils.LayoutEnum.ROW_MAJOR, dtype, Float32, tiled_load)
+        store_atom = blackwell_helpers.get_smem_store_op(self.d_major, dtype, Float32, tiled_load)
         tiled_copy = cute.make_tiled_copy_D(store_atom, tiled_load)
         thr_s = tiled_copy.get_slice(thread).partition_D(s_slabs)
-        slabs = epilogue.SlabStore(atom, m, type_code, s_slabs, thr_s, tiled_copy, warp, barrier, self.slab_stages)
+        slabs = epilogue.SlabStore(
+            atom, m, type_code, s_slabs, thr_s, tiled_copy, warp, barrier, self.slab_stages, self.buffer_step(output)
+        )
         shape = thr_load.partition_D(s_slabs)[None, None, None, 0].shape
         return tiled_load, thr_load.partition_S(slabs_acc), shape, slabs
 
@@ -405,31 +424,62 @@ class Blackwell(GroupedKernel):
                         with cute.arch.elect_one():
                             accumulators.consumer_release(acc_state)
             if cutlass.const_expr(self.scaling is not None):
-                self.scale(output, r_acc, factors, cute.local_tile(s_bias[None, 0], (columns,), (slab,)))
-            place = self.place(expert, row, end, col + slab * columns, SLAB_ROWS)
+                self.scale(output, r_acc, factors, s_bias, slab)
+            place = self.place(expert, row, end, col + slab * columns, self.slab_rows)
+            if cutlass.const_expr(self.tile.swapped):
+                place = (place[1], place[0], place[2])
             slabs.store(slabs.tiled_copy.retile(r_acc), stage, place)
             stage = (stage + 1) % self.slab_stages
         return stage
 
     @cute.jit
-    def scale(self, output: cutlass.Constexpr, r_acc, factors, s_bias):
-        """From A B^T to C or D. s_bias: of the slab's columns."""
+    def scale(self, output: cutlass.Constexpr, r_acc, factors, s_bias, slab):
+        """From A B^T to C or D."""
         if cutlass.const_expr(self.scaling == "alpha"):
             (a,) = factors
             for i in cutlass.range_constexpr(cute.size(r_acc)):
                 r_acc[i] = r_acc[i] * a
         else:
-            a, prob, of_bias, of_c = factors
+            a, of_rows = factors
             if cutlass.const_expr(self.has_bias):
-                r_bias = cute.make_rmem_tensor(s_bias.shape, Float32)
-                cute.autovec_copy(s_bias, r_bias)
+                r_bias = self.bias_of_thread(output, s_bias, slab)
             for i in cutlass.range_constexpr(cute.size(r_acc)):
+                prob, of_bias, of_c = of_rows[self.row_index(i)]
                 if cutlass.const_expr(self.has_bias):
-                    r_acc[i] = r_acc[i] * a + of_bias * r_bias[i]
+                    r_acc[i] = r_acc[i] * a + of_bias * r_bias[self.column_index(i)]
                     if cutlass.const_expr(output == "d" and "c" in self.outputs):
                         r_acc[i] = r_acc[i] * of_c
                 else:
                     r_acc[i] = r_acc[i] * a * prob
+
+    # Where a thread's part of a slab lies: it has a row, or, of a swapped tile, what a thread of Hopper has, twice: from tensor memory, `.16x256b` brings 16
+    # lanes (columns of the tile) in the order of accumulators of wgmma.
+
+    def row_indices(self):
+        return range(self.tile.m // 4 if self.tile.swapped else 1)
+
+    def row_index(self, i):
+        """Which of a thread's rows element i is in."""
+        return i // 4 * 2 % (self.tile.m // 4) + i % 2 if self.tile.swapped else 0
+
+    def row_of(self, index, thread):
+        """Of the tile."""
+        return index // 2 * 8 + thread % 4 * 2 + index % 2 if self.tile.swapped else thread
+
+    def column_index(self, i):
+        """Which of a thread's columns element i is in."""
+        return i // (2 * self.tile.m // 4) * 2 + i // 2 % 2 if self.tile.swapped else i
+
+    def bias_of_thread(self, output, s_bias, slab):
+        """In registers, by `column_index`."""
+        if self.tile.swapped:
+            thread = cute.arch.thread_idx()[0]
+            first = thread // 32 * 32 + thread % 32 // 4
+            return [s_bias[first + 8 * index, 0] for index in range(4)]
+        s_slab = cute.local_tile(s_bias[None, 0], (self.slab(output)[1],), (slab,))
+        r_bias = cute.make_rmem_tensor(s_slab.shape, Float32)
+        cute.autovec_copy(s_slab, r_bias)
+        return r_bias
 
 
 class GroupedGemm(Blackwell, Forward):

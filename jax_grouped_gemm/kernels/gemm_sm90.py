@@ -20,8 +20,6 @@ is B where the pair's tiles are stacked, A where they lie side by side (`schedul
 Pipelines: stages of A and B. Full: bytes of the copies. Empty: one arrival by every math warp of the cluster.
 """
 
-import math
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, pipeline, utils
@@ -45,6 +43,8 @@ DEFERRED_SLABS = 4  # of 16 registers each: no more are free
 
 
 class Hopper(GroupedKernel):
+    unit_rows = SLAB_ROWS  # of the matrix unit, that a group of threads stages
+
     def __init__(self, variant):
         self.swapped = variant.tile.swapped
         self.ctas = variant.tile.cluster_m
@@ -124,31 +124,6 @@ class Hopper(GroupedKernel):
     def exchange_layout(self):
         size = SLAB_ROWS * self.stored_rows // WARPGROUP
         return exchange.layout(self.split, size, self.math_warpgroups)
-
-    @property
-    def d_major(self):
-        return utils.LayoutEnum.COL_MAJOR if self.swapped else utils.LayoutEnum.ROW_MAJOR
-
-    def staged(self, output):
-        return (SLAB_ROWS, self.stored_rows) if self.swapped else self.slab(output)
-
-    def buffer_bytes(self):
-        if not self.swapped:
-            return super().buffer_bytes()
-        return SLAB_ROWS * self.stored_rows * max(dtype.width for dtype in self.outputs.values()) // 8
-
-    def buffer_step(self, output):
-        """Buffers of C and D are the same bytes: of the narrower type's, which are more, only some are used."""
-        return self.buffer_bytes() * 8 // (math.prod(self.staged(output)) * self.outputs[output].width)
-
-    def num_slabs(self, output):
-        return 1 if self.swapped else super().num_slabs(output)
-
-    def seen(self, tensor):
-        """D or C as the matrix unit sees it."""
-        if not self.swapped or tensor is None:
-            return tensor
-        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, 2]))
 
     def _tiled_mma(self, columns):
         """One warpgroup: 64 rows and so many of the tile's columns, or 64 columns and so many rows."""

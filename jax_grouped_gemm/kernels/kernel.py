@@ -4,8 +4,10 @@ An architecture (`gemm_sm90.py`, `gemm_sm100.py`) brings `launch` and the device
 `wgrad.py`) brings the operands, and says which rows of them a tile contracts and where its result goes. A kernel is a class of both.
 """
 
+import math
+
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, utils
 from cutlass.cute.nvgpu import cpasync
 
 from . import epilogue
@@ -50,14 +52,30 @@ class GroupedKernel:
 
     def staged(self, output):
         """Shape of what a group of threads stages and stores at a time, as the matrix unit sees it."""
-        return self.slab(output)
+        return (self.unit_rows, self.slab_rows) if self.tile.swapped else self.slab(output)
 
     def buffer_bytes(self):
         """Of what is staged at a time, C or D."""
+        if self.tile.swapped:
+            return self.unit_rows * self.slab_rows * max(dtype.width for dtype in self.outputs.values()) // 8
         return self.slab_rows * epilogue.SLAB_BYTES
 
+    def buffer_step(self, output):
+        """Buffers of C and D are the same bytes: of the narrower type's, which are more, only some are used."""
+        return self.buffer_bytes() * 8 // (math.prod(self.staged(output)) * self.outputs[output].width)
+
     def num_slabs(self, output):
-        return self.tile.n // self.slab(output)[1]
+        return 1 if self.tile.swapped else self.tile.n // self.slab(output)[1]
+
+    @property
+    def d_major(self):
+        return utils.LayoutEnum.COL_MAJOR if self.tile.swapped else utils.LayoutEnum.ROW_MAJOR
+
+    def seen(self, tensor):
+        """D or C as the matrix unit sees it."""
+        if not self.tile.swapped or tensor is None:
+            return tensor
+        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, 2]))
 
     def boxes(self):
         """Box of each tensor map, innermost dimension first: what one CTA brings or stores by one copy."""

@@ -293,48 +293,68 @@ INSTRUCTION(Commit, "tcgen05.commit", "9.7.16.12.1 tcgen05.commit") {
   };
 }
 
-// Warp w reads lanes 32 (w % 4) and on, one per thread. The results may be used at once: a register
-// dependency is kept (9.7.16.6.4.5). Others learn that the load is over only by wait::ld and
+// Where a register of a thread comes from: lane of tensor memory and column, from the address on.
+using Source = std::pair<uint32_t, uint32_t> (*)(uint32_t thread, uint32_t i);
+
+// Warp w reads lanes 32 (w % 4) and on. The results may be used at once: a register dependency is
+// kept (9.7.16.6.4.5). Others learn that the load is over only by wait::ld and
 // fence::before_thread_sync.
-INSTRUCTION(Load, "tcgen05.ld.sync.aligned.32x32b",
-            "9.7.16.8.3 tcgen05.ld; access restrictions 9.7.16.8.1") {
+Execute LoadFrom(Decoder& d, uint32_t lanes, uint32_t registers, Source source) {
   const std::string repetitions = d.Next();
   if (!d.Take("b32")) d.Unknown("tcgen05.ld of this form");
   const std::vector<Register> out = d.Dests(0);
-  if (repetitions != "x" + std::to_string(out.size())) d.Unknown("tcgen05.ld of this size");
+  if (repetitions != "x" + std::to_string(out.size() / registers) || out.size() % registers != 0) {
+    d.Unknown("tcgen05.ld of this size");
+  }
   const Address at = d.At(1);
   return [=](Warp& w, Mask m) -> Outcome {
     if (!w.Converged(m)) return w.Block("the other lanes of its warp");
     if (m != ~Mask{0}) Raise("unknown", "tcgen05.ld by a warp with exited threads");
     const uint32_t address = w.Uniform(at.base, m, "an address of tensor memory") + at.offset;
     const uint32_t first_lane = address >> 16, column = address & 0xffff, n = out.size();
-    if (first_lane != 32 * (w.index % 4)) {
+    if (first_lane / 32 != w.index % 4 || first_lane % lanes != 0) {
       Raise("tensor_memory", "warp ", w.index, " may not read tensor memory from lane ",
             first_lane);
     }
-    CheckAllocated(w.cta, column, n, "tcgen05.ld");
+    CheckAllocated(w.cta, column, n * kLanes / lanes, "tcgen05.ld");
     ++w.tensor_load_clock;
-    for (uint32_t lane = 0; lane < kLanes; ++lane) {
-      const SharedKnowledge knowledge = w.KnowledgeOf(lane);
-      Actor by{{w.tensor_load_agent + lane, w.tensor_load_clock}, w.Now(lane), knowledge.get()};
+    for (uint32_t thread = 0; thread < kLanes; ++thread) {
+      const SharedKnowledge knowledge = w.KnowledgeOf(thread);
+      Actor by{{w.tensor_load_agent + thread, w.tensor_load_clock}, w.Now(thread), knowledge.get()};
       by.tcgen05 = true;
-      const size_t cell = Cell(first_lane + lane, column);
-      w.cta.tensor_shadow.Read(cell, n, by);
       for (uint32_t i = 0; i < n; ++i) {
-        if (!w.cta.tensor_written[cell + i]) {
-          Raise("uninitialized", "tcgen05.ld of lane ", first_lane + lane, ", column ", column + i,
-                ", never written");
+        const auto [row, offset] = source(thread, i);
+        const size_t cell = Cell(first_lane + row, column + offset);
+        w.cta.tensor_shadow.Read(cell, 1, by);
+        if (!w.cta.tensor_written[cell]) {
+          Raise("uninitialized", "tcgen05.ld of lane ", first_lane + row, ", column ",
+                column + offset, ", never written");
         }
       }
     }
     for (uint32_t i = 0; i < n; ++i) {
       uint64_t* z = w.Write(out[i], m);
-      for (uint32_t lane = 0; lane < kLanes; ++lane)
-        z[lane] = w.cta.tensor[Cell(first_lane + lane, column + i)];
+      for (uint32_t thread = 0; thread < kLanes; ++thread) {
+        const auto [row, offset] = source(thread, i);
+        z[thread] = w.cta.tensor[Cell(first_lane + row, column + offset)];
+      }
     }
     w.machine.statistics.counts["tcgen05.ld"] += 1;
     return Outcome::kNext;
   };
+}
+
+INSTRUCTION(Load32x32b, "tcgen05.ld.sync.aligned.32x32b",
+            "9.7.16.8.3 tcgen05.ld; access restrictions 9.7.16.8.1") {
+  return LoadFrom(d, 32, 1, [](uint32_t thread, uint32_t i) { return std::pair{thread, i}; });
+}
+
+// As accumulators of wgmma lie, each row of four threads with 8 columns.
+INSTRUCTION(Load16x256b, "tcgen05.ld.sync.aligned.16x256b",
+            "9.7.16.8.3 tcgen05.ld; 9.7.16.2.3 matrix fragments of .16x256b") {
+  return LoadFrom(d, 16, 4, [](uint32_t thread, uint32_t i) {
+    return std::pair{thread / 4 + i / 2 % 2 * 8, i / 4 * 8 + thread % 4 * 2 + i % 2};
+  });
 }
 
 INSTRUCTION(WaitLoad, "tcgen05.wait::ld.sync.aligned", "9.7.16.8.5 tcgen05.wait") {

@@ -21,6 +21,7 @@ HOPPER_DEFERS_HALF = "sm90_forward_128x256x64_cluster2x1_bn_pointers_float32_bia
 HOPPER_SWAPPED = "sm90_forward_64x128x64_cluster1x1_swapped_bn_pointers_16bit_c_float32"
 HOPPER_SPLIT = "sm90_forward_64x128x64_cluster1x4_swapped_bn_pointers_16bit_c_float32"
 HOPPER_HALVES = "sm90_forward_64x128x64_cluster1x2_swapped_bk_dense_float32_bias"
+BLACKWELL_SWAPPED = "sm100_forward_64x128x64_cluster1x1_swapped_bn_pointers_16bit_c_float32"
 BLACKWELL = "sm100_forward_128x256x64_cluster2x1_pair_bk_dense_float16_scaled"
 BLACKWELL_ONE = "sm100_forward_128x256x64_cluster1x1_bn_pointers_16bit_c_16bit"
 WGRAD_TURNS = "sm90_wgrad_128x128x64_cluster2x1_bfloat16"
@@ -439,6 +440,27 @@ MISTAKES = {
         "return i // 4 * 2 + i % 2 if self.swapped else i // 2 % 2",
         "return i // 2 % 2",
         {"result"},
+    ),
+    "of Blackwell's swapped tile, the bias is that of other columns": (
+        BLACKWELL_SWAPPED,
+        "gemm_sm100",
+        "first = thread // 32 * 32 + thread % 32 // 4",
+        "first = thread // 32 * 32 + thread % 4",
+        {"result"},
+    ),
+    "of Blackwell's swapped tile, rows take each other's factors": (
+        BLACKWELL_SWAPPED,
+        "gemm_sm100",
+        "return index // 2 * 8 + thread % 4 * 2 + index % 2 if",
+        "return index // 2 * 8 + thread % 8 + index % 2 if",
+        {"result"},
+    ),
+    "of Blackwell's swapped tile, fewer bytes are waited for": (
+        BLACKWELL_SWAPPED,
+        "gemm_sm100",
+        "            tx_count=self.stage_bytes * self.pair,\n",
+        "            tx_count=self.stage_bytes - 64 * 64 * 2,\n",
+        {"race", "barrier", "deadlock"},
     ),
     "sums of the tile before are overwritten": (
         HOPPER_SPLIT,

@@ -158,7 +158,11 @@ def tensor_maps(facts, problem):
 
 def work(facts, problem):
     """How often instructions are executed in all, by the start of their names: what a proof must have looked at."""
-    tile = next(tile for tile in config.TILES[100] if list(tile.cluster_shape_mn) == facts["cluster"])
+    tile = next(
+        tile
+        for tile in config.TILES[100]
+        if ([tile.m, tile.n], list(tile.cluster_shape_mn)) == (facts["tile"], facts["cluster"])
+    )
     ctas = facts["cluster"][0] * facts["cluster"][1]
     contracted, tail = problem.tiles(tile)
     k_tiles = -(-problem.k // tile.k)
