@@ -263,7 +263,7 @@ ptxas info\s+: Compile time = .*
 """
     said = re.fullmatch(expected, done.stdout)
     assert said, done.stdout
-    assert abs(int(said[1]) - usage[name]["REG"]) <= REGISTER_UNIT
+    assert abs(int(said[1]) - usage[name]["REG"]) < 2 * REGISTER_UNIT
     assert int(said[1]) * facts[name]["threads"] <= REGISTERS_OF_AN_SM
 
 

@@ -226,8 +226,8 @@ MISTAKES = {
     "alpha of a group without rows is not zeroed": (
         WGRAD_TURNS,
         "gemm_sm90",
-        "problem.alpha, group, num_blocks > 0)",
-        "problem.alpha, group, num_blocks >= 0)",
+        "problem.alpha, group, all_blocks > 0)",
+        "problem.alpha, group, all_blocks >= 0)",
         {"result"},
     ),
     "what should be added is stored": (
@@ -296,8 +296,8 @@ MISTAKES = {
     "a slab that does not wait waits too": (
         HOPPER_DEFERS_HALF,
         "gemm_sm90",
-        "self.convert(slabs_d, acc, pending, problem.d_type)\n                pending_slab = Int32(self.at_once)",
-        "self.convert(slabs_d, acc, pending, problem.d_type)\n                pending_slab = Int32(self.at_once + 1)",
+        "self.convert(slabs_d, sums, pending, problem.d_type)\n                pending_slab = Int32(self.at_once)",
+        "self.convert(slabs_d, sums, pending, problem.d_type)\n                pending_slab = Int32(self.at_once + 1)",
         {"unwritten", "result", "work"},
     ),
     "the entry of a tile without blocks is kept": (
@@ -423,8 +423,8 @@ MISTAKES = {
     "of a swapped tile, warpgroups share rows instead of columns": (
         HOPPER_SWAPPED,
         "gemm_sm90",
-        "                col += wg * SLAB_ROWS\n            else",
-        "                row += wg * SLAB_ROWS\n            else",
+        "                col += wg * SLAB_ROWS\n                if cutlass",
+        "                row += wg * SLAB_ROWS\n                if cutlass",
         {"result", "unwritten", "race"},
     ),
     "of a swapped tile, the bias is that of the other columns": (
