@@ -431,6 +431,12 @@ def test_st_async_completes_at_the_peers_barrier():
         fault(program(fill(vector.replace("%r22, 16;", "%r22, 20;"), 8, wait("%r9", 0))), OUT2, **CLUSTER)
         == "alignment"
     )
+    # All lanes' bytes count, and each is another's place.
+    lanes = body.replace("@%p1 st.async", "mad.lo.s32 %r24, %r0, 4, %r23; st.async")
+    to_own = lanes.replace("b32 [%r23]", "b32 [%r24]")
+    assert fault(program(fill(to_own, 128, wait("%r9", 0))), OUT2, **CLUSTER) is None
+    assert fault(program(fill(to_own, 4, wait("%r9", 0))), OUT2, **CLUSTER) == "deadlock"
+    assert fault(program(fill(lanes, 128, wait("%r9", 0))), OUT2, **CLUSTER) == "race"
 
 
 def test_registers_move_between_warpgroups():
@@ -778,6 +784,10 @@ def test_tensor_memory_protocol(policy):
     assert kind(first + TENSOR_COMMIT + done + AFTER + beyond + TENSOR_FREE) == "tensor_memory"
     others = TENSOR_LOAD.replace("[%r21]", "[%r20]")
     assert kind(first + TENSOR_COMMIT + done + AFTER + others + TENSOR_FREE) == "tensor_memory"
+    # 16 lanes, eight columns of each: those of the warp, from the first or the middle one on.
+    for offset, expected in ((0, None), (16 << 16, None), (8 << 16, "tensor_memory"), (25, "tensor_memory")):
+        half = fill("tcgen05.ld.sync.aligned.16x256b.x1.b32 {%r100, %r101, %r102, %r103}, [%r21+{}];", offset)
+        assert kind(first + TENSOR_COMMIT + done + AFTER + half + LOADED + BEFORE + TENSOR_FREE) == expected
     everyone = first.replace("@%p1 ", "")
     assert kind(everyone + TENSOR_COMMIT + done + load + TENSOR_FREE) == "unknown"
 
