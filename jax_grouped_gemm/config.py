@@ -62,7 +62,7 @@ class Tile:
 
     @property
     def cluster_shape_mn(self):
-        """CTAs of a cluster: with tiles of their own, along the rows, times those that share a tile."""
+        """CTAs of a cluster along the rows, each with a tile of its own; CTAs that share the contraction of one."""
         return self.cluster_m, self.split
 
     def __str__(self):

@@ -687,6 +687,7 @@ def test_margin_in_clusters_and_in_sms(rng, monkeypatch):
     monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "3")
     assert call_of(rng, **pair).overlap_margin == 6
     assert call_of(rng, **alone).overlap_margin == 3
+    assert call_of(rng, **alone, cluster_shape_mn=(1, 4)).overlap_margin == 12
     assert call_of(rng, **pair | {"overlap_margin": 5}).overlap_margin == 5
     assert call_of(rng, **pair | {"overlap_margin": 0}).overlap_margin == 0
     monkeypatch.delenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN")

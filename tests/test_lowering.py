@@ -279,7 +279,7 @@ MEASURED = json.loads(
 
 @pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad", "few tiles", "round shapes"])
 def test_what_the_rule_loses(kind):
-    """Of random problems, each with every tile on an H200: its tile, over the fastest; of every eighth its schedule too."""
+    """Of problems that were timed with every tile on an H200: its tile, over the fastest; of every eighth random one its schedule too."""
     losses = []
     for problem in MEASURED["problems"]:
         *sizes, _, _, of = problem["problem"].split("/")

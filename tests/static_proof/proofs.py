@@ -12,7 +12,7 @@ from jax_grouped_gemm import config
 from . import faults, verify
 from .launch import Problem
 
-PAIR, ONE, FEW_ROWS = config.TILES[100]
+PAIR, ONE, _ = config.TILES[100]
 SMALL = {  # seconds each
     ONE: Problem(m=300, n=256, k=72, sizes=(100, 0, 150)),
     PAIR: Problem(m=450, n=256, k=136, sizes=(100, 0, 300)),
