@@ -96,7 +96,10 @@ FieldValues Values(const StreamCall& call, const ForwardProblem& problem) {
   const Driver& driver = call.driver();
   const Where& where = call.where();
   FieldValues values(problem);
-  Encode(driver, ViewA(problem), *kernel.FindMap(MAP_A), where, &values.map_a);
+  const bool cut = kernel.Takes(DIM_LOAD_ROWS);
+  Encode(driver, cut ? ViewRaggedA(problem) : ViewA(problem), *kernel.FindMap(MAP_A), where,
+         &values.map_a);
+  values.load_rows = static_cast<int32_t>(problem.m + 1);
   Encode(driver, ViewB(problem), *kernel.FindMap(MAP_B), where, &values.map_b);
   if (const MapSpec* map_d = kernel.FindMap(MAP_D)) {
     const uint32_t box_rows = map_d->box[1];

@@ -118,7 +118,7 @@ std::string Inconsistency(const Kernel& kernel) {
     problem << "tile and cluster must be positive";
   }
   if (kernel.kind == FORWARD) {
-    expect_map(MAP_A, 2, BF16);
+    expect_map(MAP_A, kernel.Takes(DIM_LOAD_ROWS) ? 4 : 2, BF16);
     expect_map(MAP_B, 3, BF16);
     if (kernel.Takes(MAP_D)) expect_map(MAP_D, 3, kernel.d_element);
     if (kernel.Takes(MAP_C)) expect_map(MAP_C, 3, kernel.c_element);

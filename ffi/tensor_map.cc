@@ -61,6 +61,8 @@ TensorView ViewA(const ForwardProblem& p) {
   return {"a", BF16, p.a, 2, {U(p.k), U(p.m)}, {U(p.k) * 2}};
 }
 
+TensorView ViewRaggedA(const ForwardProblem& p) { return ViewRaggedLoad("a", p.a, p.k, p.m); }
+
 TensorView ViewB(const ForwardProblem& p) {
   const bool dense = p.weights == Weights::kDense;
   const uint64_t inner = U(p.b_major == K_MAJOR ? p.k : p.n);

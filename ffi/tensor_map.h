@@ -20,7 +20,9 @@ struct TensorView {
   uint64_t strides[4];  // bytes, of dimensions 1...
 };
 
+// A; for loads of boxes that end at any row: see "Ragged loads" in docs/architecture.md.
 TensorView ViewA(const ForwardProblem& problem);
+TensorView ViewRaggedA(const ForwardProblem& problem);
 
 // All experts of dense weights, or the template for one expert: the base is then replaced on the
 // device, and A's address stands in for it.

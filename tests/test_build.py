@@ -142,6 +142,13 @@ def loads(variant):
     )
 
 
+def ranks(variant):
+    """Of the tensor maps of A and B: of four dimensions where loads end at any row."""
+    if is_wgrad(variant):
+        return 4, 4
+    return 4 if variant.arch == 90 and variant.tile.swapped else 2, 3
+
+
 def stored_rows(tile):
     """Of SM90, and of a swapped tile of SM100: of a slab."""
     return tile.m // tile.split if tile.swapped else 64
@@ -337,7 +344,7 @@ def test_copies(name, sass):
     multicast = ("cluster", ".multicast::cluster")
     # A pair of SM90 brings both operands so: its own part of one to itself alone.
     a = b = multicast if tile.cluster_m > pair else (space, "")
-    rank_a, rank_b = (4, 4) if is_wgrad(variant) else (2, 3)
+    rank_a, rank_b = ranks(variant)
 
     def load(rank, to, many):
         return f"cp.async.bulk.tensor.{rank}d.shared::{to}.global.tile.mbarrier::complete_tx::bytes{many}{ending}"
@@ -375,7 +382,7 @@ def test_boxes(name, facts):
     slab_rows = stored_rows(tile) if variant.arch == 90 or tile.swapped else 128
     stored = {field: [slab_columns(dtype), slab_rows, 1] for field, dtype in wanted.items()}
     assert {field: box for field, box in boxes.items() if field not in ("MAP_A", "MAP_B")} == stored
-    assert [len(boxes["MAP_A"]), len(boxes["MAP_B"])] == ([4, 4] if is_wgrad(variant) else [2, 3])
+    assert (len(boxes["MAP_A"]), len(boxes["MAP_B"])) == ranks(variant)
 
 
 @multiplying
@@ -439,7 +446,7 @@ def test_parameters(name, facts):
         "PTR_COUNTER": True,
         "PTR_EXPERTS": True,
         "DIM_GROUPS": True,
-        "DIM_LOAD_ROWS": False,
+        "DIM_LOAD_ROWS": ranks(variant)[0] == 4,
     }
     assert {field: fields.count(field) for field in switched} == switched
 
@@ -647,17 +654,14 @@ def test_table_says_what_the_manifest_says(manifest):
     assert {macro for macro, _ in uses[1:]} == {"JGG_KERNEL"}
 
     elements = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "16bit": "ANY16", None: "NONE"}
-    ranks = {
-        "forward": {"MAP_A": 2, "MAP_B": 3, "MAP_D": 3, "MAP_C": 3},
-        "wgrad": {"MAP_A": 4, "MAP_B": 4, "MAP_D": 3},
-    }
     for (_, row), kernel in zip(uses[1:], manifest["kernels"], strict=True):
         wanted = [kernel["name"], kernel["arch"], kernel["kind"].upper(), kernel["symbol"]]
         wanted += [kernel[key] for key in ("threads", "smem_bytes", "param_bytes", "params", "fields")]
-        if kernel["kind"] in ranks:
+        if variant := KERNELS[kernel["name"]].variant:
+            ranks_of = dict(zip(("MAP_A", "MAP_B"), ranks(variant), strict=True))
             d, c = elements[kernel["d_dtype"]], elements[kernel.get("c_dtype")]
             maps = [
-                [field, {"MAP_D": d, "MAP_C": c}.get(field, "BF16"), ranks[kernel["kind"]][field], box, 128]
+                [field, {"MAP_D": d, "MAP_C": c}.get(field, "BF16"), ranks_of.get(field, 3), box, 128]
                 for field, box in kernel["maps"].items()
             ]
             major = {"k": "K_MAJOR", "n": "N_MAJOR"}[kernel.get("b_major", "k")]

@@ -129,6 +129,12 @@ TEST(Pointers) {
   CHECK_EQ(forward.Value<uint64_t>(PTR_MAPS), kScratch);
   CHECK_EQ(forward.cluster, 1u);
   CHECK_EQ(forward.grid, 60u);  // the device holds no more
+  // This kernel's loads of A end at any row.
+  const uint64_t span = uint64_t{1} << 30, wrapped = uint64_t{1} << 34;
+  CheckMap(fake.MapIn(forward, MAP_A), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kA,
+           {128, span, 513, span + 1}, {256, 256, wrapped - 256}, {64, 128, 1, 1},
+           CU_TENSOR_MAP_SWIZZLE_128B);
+  CHECK_EQ(forward.Value<int32_t>(DIM_LOAD_ROWS), 513);
   CHECK_EQ(fake.MapIn(forward, MAP_D).type, CU_TENSOR_MAP_DATA_TYPE_FLOAT16);
   CHECK_EQ(fake.MapIn(forward, MAP_D).swizzle, CU_TENSOR_MAP_SWIZZLE_32B);
 }
@@ -385,6 +391,12 @@ TEST(TableIsConsistent) {
   kernel = *FindKernel("sm90_dense_bk_bf16_plain");
   kernel.maps.pop_back();
   CHECK_CONTAINS(Inconsistency(kernel), "no map of rank 3 for field 2");
+  kernel = *FindKernel("sm90_dense_bk_bf16_plain");
+  kernel.maps.at(0).rank = 4;
+  CHECK_CONTAINS(Inconsistency(kernel), "no map of rank 2 for field 0");
+  kernel = *FindKernel("sm90_pointers_bk_f16_scaled");
+  kernel.maps.at(0).rank = 2;
+  CHECK_CONTAINS(Inconsistency(kernel), "no map of rank 4 for field 0");
   kernel = *FindKernel("sm90_dense_bk_bf16_plain");
   kernel.tile.m = 0;
   CHECK_CONTAINS(Inconsistency(kernel), "tile and cluster must be positive");

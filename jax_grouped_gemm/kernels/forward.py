@@ -9,12 +9,21 @@ from . import operands, tensor_maps
 from .kernel import GroupedKernel
 from .scheduler import RaggedRows
 
+# Where a group has no more rows left, a cut load brings no others. All tiles of such a call read the same few rows of A: the others' would come from the
+# same few parts of L2 again and again. With more rows that costs more than it saves (docs/performance.md).
+CUT_ROWS = 2
+
 
 class Forward(GroupedKernel):
     """`config.Variant` says what its fields switch."""
 
     a_major = "k"
-    ones_a, ones_b = (), (1,)
+    ones_b = (1,)
+    cuts_loads = False  # copies of A may end at any row; zeros arrive for the rest
+
+    @property
+    def ones_a(self):
+        return (1, 1) if self.cuts_loads else ()
 
     def __init__(self, variant, **facts):
         # C, if it is stored at all, before D is made of it.
@@ -29,7 +38,7 @@ class Forward(GroupedKernel):
         return RaggedRows(tile, tile_readers)
 
     def fields(self):
-        return operands.forward_fields(self.variant)
+        return operands.forward_fields(self.variant, self.cuts_loads)
 
     @cute.jit
     def __call__(
@@ -60,7 +69,7 @@ class Forward(GroupedKernel):
         m, n, k = operands.extents(m, n, k)
         experts_in_map = l if cutlass.const_expr(self.variant.weights == "dense") else Int32(1)
         self.launch(
-            operands.rows_of_a(a, m, k),
+            operands.ragged_rows_of_a(a, m, k) if cutlass.const_expr(self.cuts_loads) else operands.rows_of_a(a, m, k),
             operands.experts_of_b(b, n, k, experts_in_map, self.variant.b_major),
             operands.ragged_rows(d, m, n, self.slab_rows),
             operands.ragged_rows(c, m, n, self.slab_rows) if cutlass.const_expr("c" in self.outputs) else None,
@@ -86,8 +95,20 @@ class Forward(GroupedKernel):
         """Of the result, for a tile of a group that ends there."""
         return end
 
-    def block_of_a(self, m_a, rows, begin, end, row, block):
+    @cute.jit
+    def loaded_end(self, problem, row, end):
+        """Of the rows of A that a cut load brings for a tile."""
+        loaded_end = problem.m
+        if end - row <= CUT_ROWS:
+            loaded_end = end
+        return loaded_end
+
+    def block_of_a(self, problem, m_a, rows, begin, end, row, block):
         """(rows, tile.k) from the tile's first row on, or from a pair's."""
+        if cutlass.const_expr(self.cuts_loads):
+            x, y, z = operands.ragged_load(row, self.loaded_end(problem, row, end), rows)
+            at = cute.domain_offset((x, block * self.tile.k, y, z), m_a)
+            return cute.local_tile(at, (rows, self.tile.k), (0, 0, 0, 0))
         return cute.local_tile(cute.domain_offset((row, 0), m_a), (rows, self.tile.k), (0, block))
 
     def expert_map(self, problem, expert):

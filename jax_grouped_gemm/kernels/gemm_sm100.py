@@ -266,7 +266,7 @@ class Blackwell(GroupedKernel):
                     if block == last_blocks:
                         self.scheduler.give_back(ring, ring_state)
                     partition_a, partition_b = self.in_order(thr_mma.partition_A, thr_mma.partition_B)
-                    g_a = partition_a(self.block_of_a(m_a, tile.m * self.pair, begin, end, pair_row, block))
+                    g_a = partition_a(self.block_of_a(problem, m_a, tile.m * self.pair, begin, end, pair_row, block))
                     g_b = partition_b(self.block_of_b(m_b, tile.n, begin, end, col, map_expert, block))
                     part_s_a, part_g_a = self.part(atom_a, g_a, s_a, cta_layout, coord, 2)
                     part_s_b, part_g_b = self.part(atom_b, g_b, s_b, cta_layout, coord, 1)

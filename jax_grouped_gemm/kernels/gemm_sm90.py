@@ -47,11 +47,11 @@ class Hopper(GroupedKernel):
 
     def __init__(self, variant):
         self.swapped = variant.tile.swapped
+        self.cuts_loads = self.swapped
         self.ctas = variant.tile.cluster_m
         self.split = variant.tile.split
-        self.stored_rows = (
-            variant.tile.m // self.split if self.swapped else SLAB_ROWS
-        )  # by a math warpgroup, of its accumulators
+        # By a math warpgroup, of its accumulators.
+        self.stored_rows = variant.tile.m // self.split if self.swapped else SLAB_ROWS
         self.math_warpgroups = (variant.tile.n if self.swapped else variant.tile.m) // SLAB_ROWS
         super().__init__(
             variant,
@@ -231,7 +231,7 @@ class Hopper(GroupedKernel):
                 for block in cutlass.range(num_blocks, unroll=1):
                     if block == last_blocks:
                         self.scheduler.give_back(ring, ring_state)
-                    g_a = self.block_of_a(m_a, tile.m, begin, end, row, first + block)
+                    g_a = self.block_of_a(problem, m_a, tile.m, begin, end, row, first + block)
                     g_b = self.block_of_b(m_b, tile.n, begin, end, col, map_expert, first + block)
                     stages.producer_acquire(state)
                     barrier = stages.producer_get_barrier(state)
@@ -281,24 +281,9 @@ class Hopper(GroupedKernel):
 
     @cute.jit
     def compute(
-        self,
-        stages,
-        ring,
-        s_a,
-        s_b,
-        s_bias,
-        atom_d,
-        m_d,
-        s_d,
-        atom_c,
-        m_c,
-        s_c,
-        problem,
-        wg,
-        thread,
-        exchange_barriers,
-        s_sums,
-    ):
+        self, stages, ring, s_a, s_b, s_bias, atom_d, m_d, s_d, atom_c, m_c, s_c,
+        problem, wg, thread, exchange_barriers, s_sums,
+    ):  # fmt: skip
         """A math warpgroup: accumulates rows [64 wg, 64 wg + 64) of the tile, or these columns, then scales, converts and stores them."""
         warp = cute.arch.make_warp_uniform(thread // 32)
         if cutlass.const_expr(self.swapped):

@@ -46,6 +46,12 @@ def rows_of_a(pointer, m, k):
     return cute.make_tensor(pointer, cute.make_layout((m, k), stride=(Int64(k), 1)))
 
 
+def ragged_rows_of_a(pointer, m, k):
+    """A as (2^30, K, M + 1, 2^30 + 1), for loads that end at any row: see `ragged_loads`."""
+    ragged = ragged_loads(pointer, m, k)
+    return cute.make_tensor(ragged.iterator, cute.select(ragged.layout, mode=[1, 0, 2, 3]))
+
+
 def experts_of_b(pointer, n, k, l, b_major):
     """B (N, K, L): the bytes of (L, N, K) for b_major "k", of (L, K, N) for "n"."""
     if cutlass.const_expr(b_major == "k"):
@@ -88,7 +94,7 @@ def ragged_loads(pointer, m, n):
 
 
 def ragged_load(row, row_end, box_rows):
-    """(x, y, z) that load box_rows rows from `row` on, with zeros for those at or past row_end, which is past `row`."""
+    """(x, y, z) that load box_rows rows from `row` on, with zeros for those at or past row_end."""
     rows = cutlass.min(row_end - row, box_rows)
     return WRAP - rows, row + rows, WRAP
 
@@ -112,12 +118,12 @@ def wgrad_fields():
     ]
 
 
-def forward_fields(variant):
+def forward_fields(variant, cuts_loads):
     """Fields of every parameter of a forward kernel, in order: tensor maps with the dynamic extents of their tensors, pointers, extents."""
     dense, plain = variant.weights == "dense", variant.epilogue == "plain"
     return [
         ["MAP_A"],
-        ["DIM_M", "DIM_K"],
+        ["DIM_K", "DIM_LOAD_ROWS"] if cuts_loads else ["DIM_M", "DIM_K"],
         ["MAP_B"],
         ["DIM_N", "DIM_K", "DIM_L" if dense else "DIM_ONE"],
         ["MAP_D"],

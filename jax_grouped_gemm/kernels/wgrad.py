@@ -72,7 +72,7 @@ class Wgrad(GroupedKernel):
     def rows_end(self, problem, end):
         return problem.n
 
-    def block_of_a(self, m_a, columns, begin, end, row, block):
+    def block_of_a(self, problem, m_a, columns, begin, end, row, block):
         return self._block(m_a, columns, begin, end, row, block)
 
     def expert_map(self, problem, expert):

@@ -152,6 +152,20 @@ MISTAKES = {
         "",
         {"result", "work", "bounds"},
     ),
+    "the last row of few is not loaded": (
+        HOPPER_SWAPPED,
+        "forward",
+        "            loaded_end = end\n",
+        "            loaded_end = end - 1\n",
+        {"result"},
+    ),
+    "rows are loaded as if more than few were none": (
+        HOPPER_SWAPPED,
+        "forward",
+        "        loaded_end = problem.m\n",
+        "        loaded_end = row + CUT_ROWS\n",
+        {"result"},
+    ),
     "the bias is the expert's, not the group's": (
         HOPPER,
         "gemm_sm90",
