@@ -20,8 +20,8 @@ def nothing_tuned():
 @gpu
 def test_a_training_step(tmp_path):
     l, m, n, k = 16, 4096, 768, 1024
-    key = jax.random.key(0)
-    a, b = (jax.random.normal(key, shape, jnp.bfloat16) for shape in ((m, k), (l, n, k)))
+    keys = jax.random.split(jax.random.key(0))
+    a, b = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, ((m, k), (l, n, k)), strict=True))
     ends = jnp.arange(1, l + 1, dtype=jnp.int32) * (m // l)
 
     def step(a, b, ends):
@@ -39,7 +39,9 @@ def test_a_training_step(tmp_path):
     for each in found:
         assert f"dynamic = {str(each.use_dynamic_sched).lower()}" in text
     for got, want in zip(jax.jit(lambda *args: step(*args))(a, b, ends), expected, strict=True):
-        np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=2e-2, atol=2)
+        # Another tile adds up in another order: D may be rounded to its other neighbour, 2 away in the cotangent, which B's 4.5 at most multiply.
+        # Elements are of the size of 1,800.
+        np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=2e-2, atol=20)
 
 
 @gpu
