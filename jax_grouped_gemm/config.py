@@ -245,10 +245,10 @@ def _time(arch, tile, cost, tiles_of_result, blocks, pitches, elements):
 
 
 def _cluster_tiles(tile, rows, columns):
-    """Of one matrix of the result; the last rows of a pair that turns count half as much (`kernels/scheduler.py`)."""
-    clusters = rows / (tile.m * tile.cluster_m)
-    clusters = math.ceil(2 * clusters) / 2 if tile.turns else math.ceil(clusters)
-    return clusters * math.ceil(columns / tile.n)
+    """Of one matrix of the result; the last rows of a pair that turns may be one for two columns (`kernels/scheduler.py`)."""
+    pair, across = tile.m * tile.cluster_m, math.ceil(columns / tile.n)
+    beside = tile.turns and 0 < rows % pair <= tile.m
+    return (math.ceil(rows / pair) - beside) * across + beside * math.ceil(across / 2)
 
 
 def _fastest(tiles, costs, wish, time):

@@ -252,6 +252,8 @@ def test_every_tile_has_a_name_for_callers(arch):
         (4, 8343, 544, 1392, "k", "128x192x64_cluster2x1"),
         (60, 18028, 1096, 3920, "n", "128x192x64_cluster2x1"),
         (1, 2019, 624, 7712, "k", "128x128x64_cluster2x1"),
+        # Groups of 363 rows: of the last 107 a pair does two of 11 columns, and so 12.
+        (4, 1452, 1384, 4824, "k", "128x192x64_cluster2x1"),
         (1, 2048, 1024, 7168, "k", "128x128x64_cluster2x1"),
     ],
 )
