@@ -14,7 +14,7 @@ class Groups:
         contract.exactly_one(offsets=offsets, group_sizes=group_sizes)
         self._by_size = offsets is None
         self.name = "group_sizes" if self._by_size else "offsets"
-        self._given = _groups(group_sizes if self._by_size else offsets)
+        self._given = _groups(self.name, group_sizes if self._by_size else offsets)
         self.operand = _int32(self._given)
 
     def ends(self, m, operand="a"):
@@ -37,11 +37,14 @@ def weights(b, b_ptrs):
     return "dense", (array("b", b),)
 
 
-def _groups(groups):
+def _groups(name, groups):
     """Offsets or sizes: a JAX array (or lists of traced scalars), or the host's integers, whatever their width."""
     if isinstance(groups, jax.Array) or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(groups)):
         return jnp.asarray(groups)
-    groups = np.asarray(groups)
+    try:
+        groups = np.asarray(groups)
+    except ValueError:  # lists of different lengths
+        raise contract.not_an_array(name, groups) from None
     return groups.astype(np.int32) if groups.size == 0 else groups
 
 
@@ -52,7 +55,7 @@ def _int32(groups):
     if not all(isinstance(x, (int, np.integer)) for x in groups.flat):
         return groups  # its dtype is refused
     # As Python's integers: NumPy 2.0 cannot clip a dtype to bounds that it does not hold.
-    return jnp.asarray(np.clip(groups.astype(object), -(2**31), 2**31 - 1).astype(np.int32))
+    return jnp.asarray(np.asarray(np.clip(groups.astype(object), -(2**31), 2**31 - 1)).astype(np.int32))
 
 
 def _pointers(b_ptrs):

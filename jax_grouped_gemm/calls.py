@@ -29,7 +29,7 @@ class _Grouped:
     @property
     def matrices(self):
         """Leading dimensions of the weights as one array, or of their gradient."""
-        return (self.l,) if self.stacks is None else (self.stacks, self.l // self.stacks)
+        return (self.l,) if self.stacks is None else (self.stacks, self.l // max(self.stacks, 1))
 
     @property
     def gradient_dtype(self):

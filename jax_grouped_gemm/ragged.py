@@ -227,7 +227,7 @@ def _kept(dims, dtype, offset, parts):
     mapped = None if len(experts) == 1 and not offset else len(experts) * (local + (len(experts) > 1) + offset)
     call = calls.Call(
         m, n, k, l, b_major, "dense", dtype, False, False, None, mapped_groups=mapped, distinct_experts=outer == 1,
-        parts=parts, drop_in=True, stacks=l // dims.rhs[stacked[-1]] if len(stacked) > 1 else None,
+        parts=parts, drop_in=True, stacks=math.prod(dims.rhs_sizes(stacked[:-1])) if len(stacked) > 1 else None,
     )  # fmt: skip
 
     def product(lhs, rhs, group_sizes, group_offset=None):
@@ -268,7 +268,7 @@ def _contracted(dims, groups, dtype, offset, parts):
         ends, of_groups = _groups(dims, group_sizes, group_offset, experts)
         operands = calls.WgradOperands(x, y, ends, of_groups if call.has_experts else None, None, None)
         d = wgrad_call.grouped_wgrad(call, operands)
-        return d.reshape(outer, *shape).sum(0).astype(dtype) if outer > 1 else d.reshape(shape)
+        return d.reshape(outer, *shape).sum(0).astype(dtype) if outer != 1 else d.reshape(shape)
 
     return product
 

@@ -330,6 +330,14 @@ def test_groups_that_are_not_integers(offsets, dtype):
         eager(offsets=offsets)
 
 
+@pytest.mark.parametrize("by", ["offsets", "group_sizes"])
+def test_one_integer_for_all_groups(by):
+    with pytest.raises(ValueError, match=re.escape(f"{by} must be (L,) = (4,); got (); pass one ")):
+        eager(**{by: 8})
+    with pytest.raises(ValueError, match=re.escape(f"{by} must be a JAX or NumPy array; got list; convert it")):
+        eager(**{by: [[8], [1, 2]]})
+
+
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 

@@ -102,6 +102,32 @@ def test_gradients(name):
         close(ours, theirs)
 
 
+EMPTY = {
+    "kept, no batch": ((0, 21, 16), (0, 3, 24, 16), (0, 3), numbers(((2,), (3,)), ((0,), (0,)), 1, [1])),
+    "kept, no groups in a batch": ((2, 21, 16), (2, 0, 24, 16), (2, 0), numbers(((2,), (3,)), ((0,), (0,)), 1, [1])),
+    "contracted, no batch": ((0, 16, 21), (0, 21, 24), (0, 3), numbers(((2,), (1,)), ((0,), (0,)), 2)),
+    "contracted, none of what else is": ((0, 9, 16), (0, 9, 24), (0, 3), numbers(((0, 1), (0, 1)), ragged=1)),
+    "contracted, none of what else is, in a batch": (
+        (2, 0, 9, 16), (2, 0, 9, 24), (2, 0, 3), numbers(((1, 2), (1, 2)), ((0,), (0,)), 2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_dimensions_of_size_zero(name):
+    lhs, rhs, sizes, dims = EMPTY[name]
+    lhs, rhs, sizes = jnp.ones(lhs, jnp.bfloat16), jnp.ones(rhs, jnp.bfloat16), jnp.ones(sizes, jnp.int32)
+    assert callable(ragged.reduce(lhs, rhs, sizes, dims, None, jnp.bfloat16, False))
+    got, want = jgg.ragged_dot_general(lhs, rhs, sizes, dims), of_jax(lhs, rhs, sizes, dims)
+    np.testing.assert_array_equal(got.astype(jnp.float32), want)
+
+    def total(lhs, rhs):
+        return jgg.ragged_dot_general(lhs, rhs, sizes, dims).astype(jnp.float32).sum()
+
+    for gradient, x in zip(jax.grad(total, (0, 1))(lhs, rhs), (lhs, rhs), strict=True):
+        np.testing.assert_array_equal(gradient.astype(jnp.float32), np.zeros(x.shape))
+
+
 def masked(lhs, rhs, sizes, dims):
     from jax._src.lax.lax import _ragged_dot_general_impl
 

@@ -334,6 +334,14 @@ def test_wgrad(rng, shared, total):
     assert counts(mapped, arrays) == [0, 1, 0]
 
 
+@pytest.mark.parametrize("sizes", [(0,), (0, 2), (2, 0)])
+def test_wgrads_of_no_calls(sizes):
+    mapped = functools.reduce(lambda f, _: jax.vmap(f), sizes, wgrad)
+    shapes = {"x": (30, 16), "y": (30, 24)}
+    arrays = {name: jnp.ones((*sizes, *shape), jnp.bfloat16) for name, shape in shapes.items()}
+    assert mapped(arrays | {"offsets": jnp.ones((*sizes, 4), jnp.int32)}).shape == (*sizes, 4, 16, 24)
+
+
 def test_nested_wgrad(rng):
     arrays = wgrad_arrays(rng)
     outer = {name: jnp.stack([x, x]) if name == "offsets" else jnp.stack([x, -x]) for name, x in arrays.items()}
